@@ -325,7 +325,8 @@ class Model(Module):
                 its root. Default None: no scaling.
             warmup_epochs: the number of epochs (fractions allowed) in which the rate rises to its
                 full value. It starts from the unscaled rate, or from 0 if nothing is scaled. A
-                scheduler waits until the warmup is over. Default: no warmup.
+                scheduler waits until the warmup is over; one by name that is as long as `fit` gets
+                what is left. Default: no warmup.
             auto_select_gpus: whether a count in `devices` (or -1) means GPUs that nobody else
                 uses, those with the most free memory first, as
                 `fitkit.find_usable_cuda_devices` picks them.

@@ -539,6 +539,11 @@ def put_rate(group: dict[str, Any], rate: float) -> None:
         group["lr"] = float(rate)
 
 
+def first_rate(group: dict[str, Any]) -> float:
+    """A group's rate before a scheduler moved it. OneCycleLR notes it by another name."""
+    return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
+
+
 def with_rate(optimizer: Optimizer) -> Optimizer:
     """The same object, with a readable and settable `learning_rate` and `lr`, as in Keras.
 

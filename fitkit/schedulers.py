@@ -38,6 +38,42 @@ VALIDATION_NAME = re.compile(r"val(id|idation)?([_/.\-]|$)")
 
 
 @dataclasses.dataclass(frozen=True)
+class Span:
+    """A training's length, and where a fit begins in it.
+
+    Attributes:
+        epochs: the epochs of the training.
+        updates: the updates of an epoch; None if unknown.
+        warm_up: the updates of the warm-up. Schedulers wait for its end.
+        epoch: how many epochs are over.
+        update: how many updates are over in an epoch that was interrupted.
+    """
+
+    epochs: int
+    updates: int | None = None
+    warm_up: int = 0
+    epoch: int = 0
+    update: int = 0
+
+    def moves(self, interval: str) -> int | None:
+        """How often a scheduler can move in the whole training; None if that is unknown."""
+        return self._moves(interval, self.epochs, 0)
+
+    def past(self, interval: str) -> int:
+        """How often it could before the fit."""
+        return self._moves(interval, self.epoch, self.update) or 0
+
+    def _moves(self, interval: str, epochs: int, updates: int) -> int | None:
+        if interval == "epoch":
+            # The first move is at the end of the epoch in which the warm-up ends.
+            waits = -(-self.warm_up // self.updates) - 1 if self.warm_up and self.updates else 0
+            return max(epochs - waits, 0)
+        if self.updates is None:
+            return None
+        return max(epochs * self.updates + updates - self.warm_up, 0)
+
+
+@dataclasses.dataclass(frozen=True)
 class SchedulerChoice:
     """The `lr_scheduler` argument of `compile`.
 
@@ -58,7 +94,7 @@ class SchedulerChoice:
     @property
     def follows_fit(self) -> bool:
         """Whether it needs the training's length, which `fit` knows."""
-        return isinstance(self.given, str) and bool(_lengths_of(SCHEDULERS[self.given]))
+        return bool(self._lengths_to_fill())
 
     @property
     def class_name(self) -> str | None:
@@ -102,12 +138,8 @@ class SchedulerChoice:
         found = [optimizer for optimizer in optimizers if optimizer is own]
         return found or (optimizers if own is None else optimizers[:1])
 
-    def build(self, optimizer: Optimizer, epochs: int, updates: int | None) -> Any:
-        """The scheduler over `optimizer`.
-
-        Args:
-            epochs: the epochs of the whole training.
-            updates: the updates of the whole training; None if unknown.
+    def build(self, optimizer: Optimizer, span: Span) -> Any:
+        """The scheduler over `optimizer`, at its beginning.
 
         Raises:
             ConfigurationError: an instance over another optimizer, or missing arguments.
@@ -115,17 +147,16 @@ class SchedulerChoice:
         if _is_scheduler(self.given):
             return _over(optimizer, self.given)
         maker = SCHEDULERS[self.given] if isinstance(self.given, str) else self.given
-        by_epochs = (self.interval or own_interval(maker)) == "epoch"
-        length = epochs if by_epochs else updates
+        length = span.moves(self.interval or own_interval(_maker(self.given)))
         if length is not None:
-            length = max(length // self.frequency, 1)  # the number of its moves
-        options = self._options(maker, optimizer, length) if self.follows_fit else {}
+            length = max(length // self.frequency, 1)
+        options = self._options(optimizer, length) if self.follows_fit else {}
         try:
             scheduler = maker(optimizer, **options)
         except (TypeError, ValueError) as error:
             raise ConfigurationError(
                 f"lr_scheduler={shown(self.given)} could not be made: {error}. Give its "
-                f"arguments with functools.partial({_class_name(maker)}, …)."
+                f"arguments with functools.partial({_class_name(_maker(self.given))}, …)."
             ) from error
         if not _is_scheduler(scheduler):
             raise ArgumentTypeError(
@@ -153,21 +184,42 @@ class SchedulerChoice:
             return None
         groups = [{**copy.deepcopy(group), "params": [torch.zeros(1)]} for group in settings]
         try:
-            return self.build(Optimizer(groups, dict(optimizer.defaults)), 2, 2)
+            return self.build(Optimizer(groups, dict(optimizer.defaults)), Span(2, 1))
         except Exception:  # it needs an optimizer of another kind
             return None
 
-    def _options(self, maker: Any, optimizer: Optimizer, length: int | None) -> dict[str, Any]:
+    def _lengths_to_fill(self) -> list[str]:
+        """The arguments that give the scheduler's length, where nobody has given it."""
+        maker = _maker(self.given)
+        if isinstance(self.given, str):
+            return _lengths_of(maker)
+        if not isinstance(maker, type):
+            return []
+        given = self._keywords()
+        if issubclass(maker, lr_scheduler.OneCycleLR):
+            return [] if {"total_steps", "epochs"} & set(given) else ["total_steps"]
+        accepted = inspect.signature(maker).parameters
+        return [
+            name
+            for name in _lengths_of(maker)
+            if name not in given and accepted[name].default is inspect.Parameter.empty
+        ]
+
+    def _keywords(self) -> dict[str, Any]:
+        """The arguments that a partial gives by name."""
+        return self.given.keywords if isinstance(self.given, functools.partial) else {}
+
+    def _options(self, optimizer: Optimizer, length: int | None) -> dict[str, Any]:
         """The arguments that depend on the training's length."""
         if length is None:
             raise ConfigurationError(
-                f"lr_scheduler={self.given!r} needs the training's length, but x has no length. "
+                f"lr_scheduler={shown(self.given)} needs the training's length, but x has no length. "
                 "Give fit steps_per_epoch=…, or give the scheduler with its arguments.",
                 code="FK032",
             )
-        options: dict[str, Any] = dict.fromkeys(_lengths_of(maker), length)
-        if maker is lr_scheduler.OneCycleLR:
-            options["max_lr"] = [group["lr"] for group in optimizer.param_groups]
+        options: dict[str, Any] = dict.fromkeys(self._lengths_to_fill(), length)
+        if _maker(self.given) is lr_scheduler.OneCycleLR and "max_lr" not in self._keywords():
+            options["max_lr"] = [float(group["lr"]) for group in optimizer.param_groups]
         return options
 
 

@@ -156,7 +156,8 @@ class Fit:
         if arguments.weights_by_class is not None:
             arguments.weights_by_class.expect(self.source.target, self.collectives.rank)
         self.step.mover.bring_whole(self.source)
-        self.rates: Rates = Rates(model, arguments, self.step, updates)
+        before = self.steps_before // self.accumulate
+        self.rates: Rates = Rates(model, arguments, self.step, updates, before)
         self.update = updates_for(
             model,
             self.context,

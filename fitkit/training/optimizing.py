@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,14 +23,15 @@ from fitkit.module import Module
 from fitkit.optimizers import (
     OptimizerChoice,
     check_trainable,
+    first_rate,
     fuse,
     held_by,
     is_schedule_free,
     put_rate,
 )
-from fitkit.schedulers import SchedulerChoice, check_step, check_watched, own_interval
+from fitkit.schedulers import SchedulerChoice, Span, check_step, check_watched, own_interval
 from fitkit.training.check_state import check_scheduler_state
-from fitkit.training.rates import SCALINGS, PlannedScheduler
+from fitkit.training.rates import LENGTHS, SCALINGS, PlannedScheduler
 from fitkit.training.resume import Progress
 from fitkit.training.settings import Compilation
 
@@ -277,52 +279,42 @@ class FitState:
     def schedulers_for(
         self,
         model: Module,
+        span: Span,
         *,
-        epochs: int,
-        initial_epoch: int,
-        steps: int | None,
         resumes: bool,
     ) -> list[PlannedScheduler]:
         """The schedulers of a fit.
 
-        A scheduler by name that gets its length from `fit` (`"cosine"`) is built again for each fit
-        and moved to `initial_epoch`. All others are built once and continue. They get the states
-        of a checkpoint.
+        A scheduler that gets its length from `fit` (`"cosine"`) is built again for each fit, and
+        moved to where the fit begins. All others are built once and continue. They get the states
+        of a checkpoint. So does one of `fit`'s length, if a training of that length is resumed.
 
         Args:
-            epochs: the number of the final epoch.
-            initial_epoch: the number of the first epoch.
-            steps: updates per epoch; None if unknown.
+            span: the training's length, and where the fit begins.
             resumes: whether the fit resumes a saved training.
         """
         optimizers = self.optimizers_for(model)
         choice = model._fitkit.compilation.scheduler
-        begins_anew = choice is not None and choice.follows_fit and not resumes
-        if choice is not None and (choice.follows_fit or not self.schedulers):
-            self._make_schedulers(choice, optimizers, epochs, steps, begins_anew)
-        if begins_anew:
-            self._move_to(initial_epoch, steps)
+        follows_fit = choice is not None and choice.follows_fit
+        if choice is not None and (follows_fit or not self.schedulers):
+            self._make_schedulers(choice, optimizers, span)
+        if follows_fit and not (resumes and self._has_stored_lengths()):
+            self.stored_schedulers, self.stored_groups = [], []
+            self._move_to(span)
         else:
             self.restore_schedulers()
         return self.schedulers
 
     def _make_schedulers(
-        self,
-        choice: SchedulerChoice,
-        optimizers: list[Optimizer],
-        epochs: int,
-        steps: int | None,
-        begins_anew: bool,
+        self, choice: SchedulerChoice, optimizers: list[Optimizer], span: Span
     ) -> None:
         """Make one for each optimizer. An instance belongs to the optimizer it was made for."""
-        if self.schedulers or (begins_anew and self.stored_schedulers):
-            self.stored_schedulers = []
+        if self.schedulers or (choice.follows_fit and self.stored_schedulers):
             for group in self.groups:
-                group["lr"] = group.get("initial_lr", group["lr"])
-        updates = None if steps is None else epochs * steps
+                put_rate(group, first_rate(group))
         self.schedulers = []
         for optimizer in choice.optimizers_among(optimizers):
-            scheduler = choice.build(optimizer, epochs, updates)
+            scheduler = choice.build(optimizer, span)
             self.schedulers.append(
                 PlannedScheduler(
                     scheduler,
@@ -334,15 +326,24 @@ class FitState:
                 )
             )
 
-    def _move_to(self, initial_epoch: int, steps: int | None) -> None:
-        """Move the schedulers to where they would be at the start of an epoch."""
+    def _has_stored_lengths(self) -> bool:
+        """Whether the schedulers are as long as those of the checkpoint."""
+        stored = [entry["state"] for entry in self.stored_schedulers]
+        return len(stored) == len(self.schedulers) and all(
+            state.get(name) == getattr(plan.scheduler, name, None)
+            for plan, state in zip(self.schedulers, stored, strict=True)
+            for name in LENGTHS
+        )
+
+    def _move_to(self, span: Span) -> None:
+        """Move the schedulers, which are new, to where a fit begins."""
         for plan in self.schedulers:
-            done = initial_epoch if plan.interval == "epoch" else initial_epoch * (steps or 0)
-            plan.passed, done = done, done // plan.frequency
             # torch warns if a scheduler moves before its optimizer.
             plan.optimizer._opt_called = True  # type: ignore[union-attr]
-            for _ in range(done):
-                plan.scheduler.step()
+            past, move = span.past(plan.interval), plan.stepper()
+            for _ in range(past):
+                move()
+            plan.passed = past
 
     def restore_schedulers(self) -> None:
         """Give schedulers the states from a checkpoint.
@@ -492,8 +493,9 @@ class FitState:
         if change != 1.0:
             for group in self.groups:
                 group["lr"] *= change
-                if "initial_lr" in group:
-                    group["initial_lr"] *= change
+                for name in ("initial_lr", "max_lr", "min_lr"):
+                    if name in group:
+                        group[name] *= change
         self.rate_factor = factor
         return factor
 
@@ -515,8 +517,8 @@ class FitState:
         """Let the next scheduler start from the current rates."""
         self.schedulers = []
         self.stored_schedulers, self.stored_groups = [], []
-        for group in self.groups:
-            group.pop("initial_lr", None)
+        for group, name in itertools.product(self.groups, ("initial_lr", "max_lr", "min_lr")):
+            group.pop(name, None)
 
     def restorer(self) -> Callable[[], None]:
         """A function that undoes what a call changes from now on: objects, and groups' settings."""

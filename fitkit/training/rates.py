@@ -15,7 +15,7 @@ from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ConfigurationError, warn
 from fitkit.module import Module
 from fitkit.optimizers import members_of
-from fitkit.schedulers import VALIDATION_NAME, step_of
+from fitkit.schedulers import VALIDATION_NAME, Span, step_of
 from fitkit.training.own_step import Step
 from fitkit.training.settings import FitArguments
 
@@ -23,7 +23,7 @@ SCALINGS: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.s
 """How the rate grows with the number of ranks. None: not at all."""
 
 
-LENGTHS = ("T_max", "total_steps", "total_iters", "_schedule_phases")
+LENGTHS = ("T_max", "total_steps", "total_iters")
 """The entries of a scheduler's state that give its length."""
 
 
@@ -69,12 +69,9 @@ class PlannedScheduler:
         return self.scheduler.state_dict() if self.keeps_state else {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from a stored state. A length that the fit has set stays."""
-        if not self.keeps_state:
-            return
-        lengths = LENGTHS if self.follows_fit else ()
-        taken = {name: value for name, value in state.items() if name not in lengths}
-        self.scheduler.load_state_dict(taken)
+        """Continue from a stored state."""
+        if self.keeps_state:
+            self.scheduler.load_state_dict(state)
 
     def stepper(self) -> Callable[[], None]:
         """The function to call after each of its intervals. Each call counts one."""
@@ -109,14 +106,17 @@ class WarmUp:
         groups: the optimizers' parameter groups, whose rates it sets from now on.
         updates: the number of updates, n.
         start: the fraction of the rates at the start. No update has a rate that low.
+        done: the number of its updates that are over.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], updates: int, start: float) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], updates: int, start: float, done: int = 0
+    ) -> None:
         self._groups = groups
         self._targets = [group["lr"] for group in groups]
         self._updates = updates
         self._start = start
-        self._done = 0
+        self._done = done
         self._last: list[Any] = []
         self._set()
 
@@ -129,12 +129,6 @@ class WarmUp:
         """Its part of a checkpoint."""
         self._follow()
         return {"done": self._done, "targets": [float(target) for target in self._targets]}
-
-    def go_on(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned."""
-        self._done = int(state["done"])
-        self._targets = [float(target) for target in state["targets"]]
-        self._set()
 
     def step(self) -> None:
         """Record an update."""
@@ -175,26 +169,38 @@ class Rates:
         arguments: the arguments of `fit`.
         step: computes the batches, and records their values.
         updates: the number of updates in an epoch; None if unknown.
+        before: the number of updates that were made before in the first epoch.
     """
 
     def __init__(
-        self, model: Module, arguments: FitArguments, step: Step, updates: int | None
+        self,
+        model: Module,
+        arguments: FitArguments,
+        step: Step,
+        updates: int | None,
+        before: int = 0,
     ) -> None:
         compilation, state = model._fitkit.compilation, model._fitkit.fit_state
         self._arguments = arguments
         self._step = step
         self._data_ranks: Collectives = compilation.strategy.data_ranks
         factor = state.scale_rates(compilation.scale_lr, self._data_ranks.world_size)
+        resumed = arguments.resumed
+        length = _warm_up_length(compilation.warmup_epochs, updates)
+        done = arguments.initial_epoch * (updates or 0) + before
+        if resumed is not None and resumed.warm_up is None:  # it is over, or never was
+            length = min(length, done)
+        elif resumed is not None:
+            done = round(resumed.warm_up["done"] * resumed.shares / self._data_ranks.world_size)
+        span = Span(arguments.epochs, updates, length, arguments.initial_epoch, before)
         self._schedulers: list[PlannedScheduler] = state.schedulers_for(
-            model,
-            epochs=arguments.epochs,
-            initial_epoch=arguments.initial_epoch,
-            steps=updates,
-            resumes=arguments.resumed is not None,
+            model, span, resumes=resumed is not None
         )
-        self._warm_up = self._begin_warm_up(
-            state.groups, compilation.warmup_epochs, updates, factor
-        )
+        self._warm_up: WarmUp | None = None
+        if done < length:
+            # It starts at the unscaled rates; at 0 if nothing was scaled.
+            start = 1.0 / factor if factor != 1.0 else 0.0
+            self._warm_up = WarmUp(state.groups, length, start, done)
         self._leading: Optimizer = state.optimizers[0]
         self._at_epochs = [
             (plan, plan.stepper())
@@ -202,29 +208,6 @@ class Rates:
             if plan.interval == "epoch" and model.automatic_optimization
         ]
         self._warned_of: list[PlannedScheduler] = []  # schedulers whose value is missing
-
-    def _begin_warm_up(
-        self, groups: list[dict[str, Any]], epochs: float | None, updates: int | None, factor: float
-    ) -> WarmUp | None:
-        """Create the warmup, at its beginning or where an interrupted training left it.
-
-        It starts at the unscaled rates; at 0 if `factor` says that nothing was scaled.
-        """
-        resumed = self._arguments.resumed
-        before = None if resumed is None else resumed.warm_up
-        begins = self._arguments.initial_epoch == 0 if resumed is None else before is not None
-        if not begins or not epochs:
-            return None
-        if updates is None:
-            raise ConfigurationError(
-                f"warmup_epochs={epochs} needs an epoch's length, but x has none. Give fit "
-                "steps_per_epoch=…"
-            )
-        start = 1.0 / factor if factor != 1.0 else 0.0
-        found = WarmUp(groups, max(1, round(epochs * updates)), start)
-        if before is not None:
-            found.go_on(before)
-        return found
 
     @property
     def are_warm(self) -> bool:
@@ -365,6 +348,22 @@ class Rates:
         if plan not in self._warned_of:
             self._warned_of.append(plan)
             warn(f"{problem} The scheduler waits until the logs have it.")
+
+
+def _warm_up_length(epochs: float | None, updates: int | None) -> int:
+    """The updates of a warm-up of so many epochs.
+
+    Raises:
+        ConfigurationError: the number of updates in an epoch is unknown.
+    """
+    if not epochs:
+        return 0
+    if updates is None:
+        raise ConfigurationError(
+            f"warmup_epochs={epochs} needs an epoch's length, but x has none. Give fit "
+            "steps_per_epoch=…"
+        )
+    return max(1, round(epochs * updates))
 
 
 def _value_in(logs: dict[str, Any], names: tuple[str, ...]) -> Any:

@@ -17,7 +17,7 @@ from fitkit.arguments import describe, plain_settings
 from fitkit.callbacks import History
 from fitkit.errors import ArgumentTypeError, CheckpointError, FitkitError, warn
 from fitkit.module import Module
-from fitkit.optimizers import OPTIMIZERS, class_of, held_by, instances_in, load_state
+from fitkit.optimizers import OPTIMIZERS, class_of, held_by, instances_in, load_state, put_rate
 from fitkit.training.check_state import (
     check_progress,
     check_scheduler_state,
@@ -259,7 +259,9 @@ def load(
         weights = files.fitting_weights(
             found.weights, name, model._weights_module(), same_base=True
         )
-        restore = checked_training(model, training, name)
+        begun = None if progress is None else progress.warm_up
+        targets = [] if begun is None else begun["targets"]
+        restore = checked_training(model, training, name, targets)
         agree(progress)
         told = differences(model, name, found.state.get("compiled"), training)
         _assign(model, weights, restore, name)
@@ -329,8 +331,13 @@ def _dtypes_and_devices(model: Module) -> list[tuple[torch.dtype, torch.device]]
     return [(parameter.dtype, parameter.device) for parameter in model.parameters()]
 
 
-def checked_training(model: Module, training: dict[str, Any], path: str) -> Any:
+def checked_training(
+    model: Module, training: dict[str, Any], path: str, targets: Iterable[Any] = ()
+) -> Any:
     """A function that restores optimizers and schedulers, after a check that they fit.
+
+    Args:
+        targets: the groups' rates after the warm-up, if it isn't over. They get these.
 
     Raises:
         CheckpointError: other optimizers or schedulers than the model's.
@@ -367,6 +374,8 @@ def checked_training(model: Module, training: dict[str, Any], path: str) -> Any:
     def restore() -> None:
         for optimizer, entry in zip(optimizers, stored, strict=True):
             load_state(optimizer, entry["state"])
+        for group, target in zip(state.groups, targets, strict=False):
+            put_rate(group, float(target))
         with torch.no_grad():
             for loss, found in zip(_losses_of(model), training.get("losses", []), strict=False):
                 for name, value in found.items():
@@ -374,7 +383,9 @@ def checked_training(model: Module, training: dict[str, Any], path: str) -> Any:
         state.stored_schedulers = list(training.get("schedulers", []))
         state.stored_groups = state.settings()
         state.stored_weights = [entry.get("weights", []) for entry in stored]
-        if state.schedulers:
+        if any(plan.follows_fit for plan in state.schedulers):
+            state.schedulers = []  # each fit makes them
+        elif state.schedulers:
             state.restore_schedulers()
         _restore_counters(state, training)
 

@@ -23,6 +23,7 @@ from fitkit.data.batches import unpack_batch
 from fitkit.errors import ConfigurationError, FitkitError
 from fitkit.model import Model
 from fitkit.modes import kept_in_evaluation
+from fitkit.optimizers import first_rate, put_rate
 from fitkit.random_states import set_seed
 from fitkit.samples import samples_of
 from fitkit.verification.cutting import SEED, Kept, cut, same_bits, size_of
@@ -266,7 +267,7 @@ class Trials:
         """
         copied = copy.deepcopy(self.model)
         for group in copied.optimizer.param_groups:  # an earlier fit's schedule may have ended at 0
-            group["lr"] = group.get("initial_lr", group["lr"])
+            put_rate(group, first_rate(group))
         given = {**ALONE, **STEADY, "precision": self.precision, "accelerator": self.accelerator}
         copied.compile(**{**given, **settings})
         net = copied._weights_module()
