@@ -16,6 +16,25 @@ _IN_CALLBACKS = "Write fit(callbacks=[{}])."
 _EPOCHS = "Write model.history, which lists each epoch's values by name."
 _TRAINABLE = "Write [p for p in model.parameters() if p.requires_grad]."
 
+_PASSES = {
+    "max_epochs": "epochs=…",
+    "max_steps": "steps_per_epoch=…",
+    "limit_train_batches": "steps_per_epoch=…",
+    "limit_val_batches": "validation_steps=…",
+    "check_val_every_n_epoch": "validation_freq=…",
+    "val_check_interval": 'validation_freq=0.25, or {"batches": 100} for a number of batches',
+    "enable_progress_bar": "verbose=0",
+    "resume_from_checkpoint": "resume_from=path",
+    "fast_dev_run": "steps_per_epoch=1, validation_steps=1",
+    "overfit_batches": "[batch], epochs=…",
+    "enable_checkpointing": "callbacks=[ModelCheckpoint(…)]",
+    "profiler": "callbacks=[fitkit.callbacks.Profiler()]",
+    "detect_anomaly": "callbacks=[DetectNonFinite()]",
+    "terminate_on_nan": "callbacks=[TerminateOnNaN()]",
+    "logger": "callbacks=[fitkit.loggers.…]",
+}
+"""Arguments of Lightning's Trainer that are `fit`'s here."""
+
 _READING = {
     ("Keras", "workers"): _LOADER_OPTIONS.format("num_workers=…"),
     ("Keras", "use_multiprocessing"): _LOADER_OPTIONS.format("num_workers=…"),
@@ -25,6 +44,10 @@ _READING = {
     ("Lightning", "model"): "Leave it out: fit, evaluate and predict are methods of the model.",
     ("Lightning", "devices"): _IN_COMPILE.format("devices=…"),
     ("skorch", "device"): _IN_COMPILE.format('accelerator="cuda"'),
+    **{
+        ("Lightning", name): _IN_COMPILE.format(f"{name}=…")
+        for name in ("accelerator", "strategy", "precision")
+    },
 }
 """Arguments of `fit`, `evaluate` and `predict` alike."""
 
@@ -63,26 +86,11 @@ FOREIGN: dict[str, dict[tuple[str, str], str]] = {
         ("Keras", "epochs"): _IN_FIT.format("epochs=…"),
         ("Keras", "batch_size"): _IN_FIT.format("batch_size=…"),
         ("Keras", "callbacks"): _IN_FIT.format("callbacks=[…]"),
-        ("Lightning", "max_epochs"): _IN_FIT.format("epochs=…"),
-        ("Lightning", "max_steps"): _IN_FIT.format("steps_per_epoch=…"),
-        ("Lightning", "logger"): _IN_CALLBACKS.format("fitkit.loggers.…"),
-        ("Lightning", "log_every_n_steps"): "Give a logger update_freq=….",
-        ("Lightning", "limit_train_batches"): _IN_FIT.format("steps_per_epoch=…"),
-        ("Lightning", "limit_val_batches"): _IN_FIT.format("validation_steps=…"),
-        ("Lightning", "check_val_every_n_epoch"): _IN_FIT.format("validation_freq=…"),
-        ("Lightning", "val_check_interval"): (
-            'Write fit(validation_freq=0.25), or {"batches": 100} for a number of batches.'
-        ),
-        ("Lightning", "enable_progress_bar"): _IN_FIT.format("verbose=0"),
-        ("Lightning", "enable_checkpointing"): _IN_CALLBACKS.format("ModelCheckpoint(…)"),
+        **{("Lightning", name): _IN_FIT.format(ours) for name, ours in _PASSES.items()},
+        ("Lightning", "log_every_n_steps"): "Give a logger update_freq=n, which logs the mean of n "
+        'losses, or update_freq="batch", which logs each.',
         ("Lightning", "enable_model_summary"): "Write model.summary().",
         ("Lightning", "default_root_dir"): "Give the callbacks that write files a path.",
-        ("Lightning", "resume_from_checkpoint"): _IN_FIT.format("resume_from=path"),
-        ("Lightning", "fast_dev_run"): _IN_FIT.format("steps_per_epoch=1, validation_steps=1"),
-        ("Lightning", "overfit_batches"): _IN_FIT.format("steps_per_epoch=…, shuffle=False"),
-        ("Lightning", "profiler"): _IN_CALLBACKS.format("fitkit.callbacks.Profiler()"),
-        ("Lightning", "detect_anomaly"): _IN_CALLBACKS.format("DetectNonFinite()"),
-        ("Lightning", "terminate_on_nan"): _IN_CALLBACKS.format("TerminateOnNaN()"),
         ("Lightning", "auto_lr_find"): "Write fitkit.tune.learning_rate(model, x, y).",
         ("Lightning", "auto_scale_batch_size"): "Write fitkit.tune.batch_size(model, x, y).",
         ("Lightning", "num_processes"): 'Write accelerator="cpu", devices=….',
@@ -118,22 +126,25 @@ FOREIGN: dict[str, dict[tuple[str, str], str]] = {
         ("Keras", "optimizer"): _IN_COMPILE.format("optimizer=…"),
         ("Keras", "loss"): _IN_COMPILE.format("loss=…"),
         ("Keras", "metrics"): _IN_COMPILE.format("metrics=[…]"),
-        ("Lightning", "max_epochs"): "Write epochs=….",
+        ("Lightning", "accumulate_grad_batches"): _IN_COMPILE.format("accumulate_grad_batches=…"),
+        ("Lightning", "gradient_clip_val"): _IN_COMPILE.format("gradient_clip_val=…"),
+        **{("Lightning", name): _IN_FIT.format(ours) for name, ours in _PASSES.items()},
         ("Lightning", "train_dataloaders"): "Write fit(loader).",
         ("Lightning", "val_dataloaders"): "Write validation_data=loader.",
         ("Lightning", "ckpt_path"): "Write resume_from=path.",
-        ("Lightning", "logger"): "Write callbacks=[fitkit.loggers.…].",
         ("skorch", "train_split"): "Write validation_split=0.2.",
     },
     "evaluate": {
         **_READING,
         ("Keras", "metrics"): _IN_COMPILE.format("metrics=[…]"),
         ("Lightning", "dataloaders"): "Write evaluate(loader).",
+        ("Lightning", "limit_test_batches"): "Write evaluate(steps=…).",
         ("Lightning", "ckpt_path"): "Write model.load(path) before.",
     },
     "predict": {
         **_READING,
         ("Lightning", "dataloaders"): "Write predict(loader).",
+        ("Lightning", "limit_predict_batches"): "Write predict(steps=…).",
         ("Lightning", "ckpt_path"): "Write model.load(path) before.",
         ("Lightning", "return_predictions"): "Leave it out: predict returns them.",
     },
@@ -162,8 +173,8 @@ FOREIGN: dict[str, dict[tuple[str, str], str]] = {
         ("Keras", "train_step"): "Override training_step(self, batch, batch_idx).",
         ("Keras", "input_shape"): "PyTorch's nets don't know it; model.summary(x) shows shapes.",
         ("Keras", "output_shape"): "PyTorch's nets don't know it; model.summary(x) shows shapes.",
-        ("Lightning", "trainer"): "There is none: the model has is_global_zero, current_epoch, "
-        "global_step, world_size and stop_training itself.",
+        ("Lightning", "trainer"): "The model has is_global_zero, current_epoch, global_step and "
+        "world_size itself. compile's lr_scheduler gets its length from fit.",
         ("Lightning", "logger"): "Write self.log(name, value); loggers are callbacks of fit.",
         ("Lightning", "hparams"): "Call self.save_hyperparameters() in __init__.",
         ("Lightning", "load_from_checkpoint"): "Build the model and write model.load(path) "
@@ -177,6 +188,8 @@ FOREIGN: dict[str, dict[tuple[str, str], str]] = {
         ("Lightning", "train_dataloader"): "Give the data to fit(loader).",
         ("Accelerate", "prepare"): "Leave it out: fit moves and wraps what it needs.",
         ("Accelerate", "unwrap_model"): "Leave it out: the model is never wrapped; its net is net.",
+        ("Lightning", "estimated_stepping_batches"): 'Write compile(lr_scheduler="one_cycle"), '
+        "which gets its length from fit.",
         ("Accelerate", "gather"): "Write model.all_gather(value).",
         ("Accelerate", "gather_for_metrics"): "Leave it out: metrics cover all ranks' samples.",
         ("Accelerate", "is_main_process"): "Write model.is_global_zero.",
@@ -385,9 +398,12 @@ INSTEAD = {
         theirs: f"Write a callback with {ours} and give it to fit."
         for theirs, ours in CALLBACK_HOOKS.items()
     },
-    "on_train_epoch_end": "Override training_epoch_end, or write a callback with on_epoch_end.",
-    "on_validation_epoch_end": "Override validation_epoch_end.",
-    "on_test_epoch_end": "Override test_epoch_end.",
+    "on_train_epoch_end": "Override training_epoch_end(self, outputs), or write a callback with "
+    "on_epoch_end.",
+    "on_validation_epoch_end": "Override validation_epoch_end(self, outputs), which gets what the "
+    "steps returned.",
+    "on_test_epoch_end": "Override test_epoch_end(self, outputs), which gets what the steps "
+    "returned.",
     "train_dataloader": _LOADER.format("fit(loader)"),
     "val_dataloader": _LOADER.format("fit(…, validation_data=loader)"),
     "test_dataloader": _LOADER.format("evaluate(loader)"),

@@ -100,13 +100,11 @@ def _check_class(kind: type) -> None:
         if name in vars(Module):
             continue
         meant = _meant(name)
-        if meant is not None and meant not in vars(base):
-            warn(
-                f"{kind.__name__}.{name} is never called by fitkit. Did you mean {meant}?",
-                code="FK026",
-            )
-        elif name in INSTEAD:
-            warn(f"{kind.__name__}.{name} is never called by fitkit. {INSTEAD[name]}", code="FK026")
+        if meant is not None and meant in vars(base):
+            continue  # it serves two libraries, or calls the method itself
+        advice = INSTEAD.get(name) or (f"Did you mean {meant}?" if meant else None)
+        if advice is not None:
+            warn(f"{kind.__name__}.{name} is never called by fitkit. {advice}", code="FK026")
 
 
 def check_callbacks(callbacks: Iterable[Callback]) -> None:

@@ -464,7 +464,9 @@ class Module(nn.Module):
             all ranks. A number gives (world size,).
 
         Returns:
-            The same structure. Gradients flow back to the rank that each row comes from.
+            The same structure. Gradients flow back to the rank that each row comes from. Lightning
+            stacks the ranks instead: `.unflatten(0, (model.world_size, -1))` does, where ranks have
+            as many rows.
 
         Ranks:
             Collective: call it on every rank, in a forward or a callback.

@@ -6,3 +6,8 @@
 from fitkit.distributed.precision import Float8Mixed, Precision
 
 __all__ = ["Float8Mixed", "Precision"]
+
+
+def __dir__() -> list[str]:
+    """List the public names only."""
+    return __all__

@@ -114,11 +114,14 @@ class SchedulerChoice:
         if value is None:
             return None
         if isinstance(value, dict):
-            unknown = set(value) - {"scheduler", "interval", "frequency", "monitor"}
+            unknown = sorted(
+                set(value) - {"scheduler", "interval", "frequency", "monitor"}, key=str
+            )
             if unknown or "scheduler" not in value:
                 raise ConfigurationError(
                     f"lr_scheduler has the keys {list(value)}; it takes 'scheduler' (which "
-                    "must be there), 'interval', 'frequency' and 'monitor'."
+                    f"must be there), 'interval', 'frequency' and 'monitor'."
+                    f"{_with_arguments(value.get('scheduler'), unknown)}"
                 )
             given, monitor = value["scheduler"], value.get("monitor")
             interval, frequency = value.get("interval"), value.get("frequency", 1)
@@ -213,14 +216,23 @@ class SchedulerChoice:
         """The arguments that depend on the training's length."""
         if length is None:
             raise ConfigurationError(
-                f"lr_scheduler={shown(self.given)} needs the training's length, but x has no length. "
-                "Give fit steps_per_epoch=…, or give the scheduler with its arguments.",
+                f"lr_scheduler={shown(self.given)} needs the training's length, but x has no "
+                "length. Give fit steps_per_epoch=…, or give the scheduler with its arguments.",
                 code="FK032",
             )
         options: dict[str, Any] = dict.fromkeys(self._lengths_to_fill(), length)
         if _maker(self.given) is lr_scheduler.OneCycleLR and "max_lr" not in self._keywords():
             options["max_lr"] = [float(group["lr"]) for group in optimizer.param_groups]
         return options
+
+
+def _with_arguments(given: Any, names: list[str]) -> str:
+    """What to write for arguments that the class behind a name takes."""
+    maker = SCHEDULERS[given] if isinstance(given, str) else given
+    if not isinstance(maker, type) or not set(names) <= {*inspect.signature(maker).parameters}:
+        return ""
+    arguments = ", ".join(f"{name}=…" for name in names)
+    return f" For the scheduler's own, write functools.partial({maker.__name__}, {arguments})."
 
 
 def _over(optimizer: Optimizer, scheduler: Any) -> Any:

@@ -32,6 +32,12 @@ except ImportError:
 
 __all__ = ["Classifier", "Regressor"]
 
+
+def __dir__() -> list[str]:
+    """List the public names only."""
+    return __all__
+
+
 NET_PREFIX = "net__"
 """The prefix of the net's own parameters, as in `set_params(net__hidden=64)`."""
 OPTIMIZER_PREFIX = "optimizer__"
@@ -128,6 +134,7 @@ class NetEstimator(BaseEstimator):
 
     def _train(self, x: np.ndarray, y: np.ndarray, weight: Any, epochs: int) -> None:
         """Train `model_` for some epochs, with the estimator's own random numbers only."""
+        self._check_options("fit_options", {"x", "y", "sample_weight"})
         before = random_state()
         set_random_state(self._random)
         try:
@@ -152,6 +159,7 @@ class NetEstimator(BaseEstimator):
         Args:
             outputs: the number of columns that the net must output.
         """
+        self._check_options("compile_options", set())
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         before = random_state()
         try:
@@ -168,6 +176,18 @@ class NetEstimator(BaseEstimator):
             learning_rate=self.learning_rate,
             **(self.compile_options or {}),
         )
+
+    def _check_options(self, name: str, given: set[str]) -> None:
+        """Refuse further arguments that are the estimator's own, or those of its `fit`."""
+        own = set(self.get_params(deep=False))
+        for option in getattr(self, name) or {}:
+            if option in own:
+                raise ConfigurationError(
+                    f"{name} has {option!r}, which the estimator takes itself. Write "
+                    f"{type(self).__name__}({option}=…)."
+                )
+            if option in given:
+                raise ConfigurationError(f"{name} has {option!r}. Write fit({option}=…).")
 
     def _loss(self) -> Any:
         """The loss. None becomes the default of the kind of estimator."""

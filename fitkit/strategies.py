@@ -65,3 +65,8 @@ __all__ = [
     "XLAStrategy",
     "register",
 ]
+
+
+def __dir__() -> list[str]:
+    """List the public names only."""
+    return __all__

@@ -39,6 +39,12 @@ if TYPE_CHECKING:
 
 __all__ = ["RateRange", "batch_size", "learning_rate"]
 
+
+def __dir__() -> list[str]:
+    """List the public names only."""
+    return __all__
+
+
 SMOOTHING = 0.9
 """The weight of the old mean in the running mean of losses that detects divergence."""
 

@@ -70,6 +70,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """List the public names only."""
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     """Return `TensorBoard`, which Keras has here. It isn't imported above: loggers import this.
 

@@ -85,7 +85,9 @@ class ModelCheckpoint(Callback):
             checkpoint. Default False.
         dirpath, filename: Lightning's spelling of `filepath`: the folder (default: the working
             folder), and the name in it (default `"{epoch}-{step}"`). It is filled in like
-            `filepath`, and gets `.h5` if it has no suffix.
+            `filepath`, and gets `.h5` if it has no suffix. Values have no names in front, and
+            epochs count from 1: `"{epoch}-{val_acc:.2f}"` gives `4-0.95.h5`, where Lightning writes
+            `epoch=3-val_acc=0.95.ckpt`.
         every_n_epochs: save after every so many epochs. Default None: after each.
         every_n_train_steps: another spelling of `save_freq`: a number of batches.
         train_time_interval: save whenever this time has passed, in seconds or as a timedelta.

@@ -231,7 +231,13 @@ class Profiler(Callback):
         if self.every and (epoch + 1) % self.every == 0:
             epochs = self.params.get("epochs", epoch + 1)
             title = f"Epoch {epoch + 1}/{epochs} took {self.wall_s:,.3f} s:"
-            text = table(title, self.ranks, self.callbacks, may_fuse=self._may_fuse())
+            text = table(
+                title,
+                self.ranks,
+                self.callbacks,
+                may_fuse=self._may_fuse(),
+                may_name=self._may_name(),
+            )
             busy = overload()
             print_on_rank_zero(self.model, text if busy is None else f"{text}\n-> {busy}")
 
@@ -241,6 +247,12 @@ class Profiler(Callback):
             class_of(optimizer) in FUSED and not all(g.get("fused") for g in optimizer.param_groups)
             for optimizer in optimizers_of(self.model)
         )
+
+    def _may_name(self) -> bool:
+        """Whether `compile` was given metrics that aren't names."""
+        given = self.model._fitkit.compilation.given
+        metrics = [*trees.leaves(given["metrics"]), *trees.leaves(given["weighted_metrics"])]
+        return any(not isinstance(metric, (str, type(None))) for metric in metrics)
 
     # ------------------------------------------------------------------ by torch's hooks
     # torch.compile skips these when it traces: they must leave nothing in its graph.
@@ -410,8 +422,7 @@ PARTS = {
     METRICS: Part(
         "loss and metrics",
         0.15,
-        "metrics by name (metrics=['accuracy']) cost less than objects; give metrics that only "
-        "the validation needs to evaluate().",
+        "give metrics that only the validation needs to evaluate().",
     ),
     CALLBACKS: Part("callbacks", 0.1),
     RANKS: Part(
@@ -439,6 +450,7 @@ IN_THE_NET = (
     "a GPU, more devices."
 )
 UNFUSED = "name the optimizer in compile (optimizer='adam'), or give yours fused=True; "
+UNNAMED = "metrics by name (metrics=['accuracy']) cost less than objects; "
 
 
 def table(
@@ -447,6 +459,7 @@ def table(
     callbacks: dict[str, float],
     *,
     may_fuse: bool = False,
+    may_name: bool = False,
 ) -> str:
     """An epoch as text: rank 0's seconds by part, beside those of the slowest rank.
 
@@ -455,6 +468,7 @@ def table(
         ranks: seconds by part, for each rank.
         callbacks: rank 0's seconds of each callback, by class.
         may_fuse: whether an optimizer could update all weights in one kernel, but doesn't.
+        may_name: whether metrics are objects, not names.
     """
     slowest = slowest_of(ranks)
     shown = sorted({0, slowest})
@@ -465,7 +479,8 @@ def table(
     for part, (name, _, _) in PARTS.items():
         if any(part in seconds for seconds in ranks):
             lines.append(f"{name:18}" + "".join(_cell(ranks[rank], part) for rank in shown))
-    lines += [f"-> {line}" for line in advice(ranks[0], callbacks, may_fuse=may_fuse)]
+    said = advice(ranks[0], callbacks, may_fuse=may_fuse, may_name=may_name)
+    lines += [f"-> {line}" for line in said]
     return "\n".join(lines)
 
 
@@ -496,7 +511,11 @@ def with_waits(ranks: Sequence[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def advice(
-    seconds: dict[str, float], callbacks: dict[str, float], *, may_fuse: bool = False
+    seconds: dict[str, float],
+    callbacks: dict[str, float],
+    *,
+    may_fuse: bool = False,
+    may_name: bool = False,
 ) -> list[str]:
     """Say what to do about the parts that take a notable share, the largest first."""
     whole = max(sum(seconds.values()), 1e-9)
@@ -508,6 +527,8 @@ def advice(
             continue
         if part == OPTIMIZER and may_fuse:
             text = UNFUSED + text
+        elif part == METRICS and may_name:
+            text = UNNAMED + text
         elif part == CALLBACKS:
             longest = max(callbacks, key=lambda name: callbacks[name], default="")
             text = f"most of it in {longest}: run it less often"

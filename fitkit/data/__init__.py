@@ -5,3 +5,8 @@ from fitkit.data.combined import CombinedLoader
 from fitkit.data.permutation import PermutationSampler
 
 __all__ = ["BucketBatchSampler", "CombinedLoader", "PermutationSampler", "pack", "pad"]
+
+
+def __dir__() -> list[str]:
+    """List the public names only."""
+    return __all__

@@ -196,6 +196,7 @@ def _tensor(value: Any, name: str) -> torch.Tensor:
         )
     if isinstance(value, np.ma.MaskedArray):
         refuse_masked(value, name)
+    _refuse_columns(value, name)
     array = np.asarray(value)
     if array.dtype in (np.longdouble, np.clongdouble):
         near = "float64" if array.dtype.kind == "f" else "complex128"
@@ -222,6 +223,31 @@ def _tensor(value: Any, name: str) -> torch.Tensor:
         # torch warns that it could write to a read-only array; nothing here writes.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
         return torch.from_numpy(array)
+
+
+def _refuse_columns(frame: Any, name: str) -> None:
+    """Refuse a data frame with a column that isn't numbers.
+
+    Raises:
+        ArgumentTypeError: with the first such column and what to write.
+    """
+    dtypes = getattr(frame, "dtypes", None)
+    if getattr(frame, "ndim", 1) != 2 or not hasattr(dtypes, "items"):
+        return
+    for column, dtype in dtypes.items():
+        if getattr(dtype, "kind", "f") in "biufc":
+            continue
+        place = f"{name}[{column!r}]"
+        if getattr(dtype, "kind", "O") in "mM":
+            advice = f"{place} = {place}.astype('int64')"
+        elif str(dtype) == "category":
+            advice = f"{place} = {place}.cat.codes"
+        else:
+            advice = f"{place} = {place}.astype('category').cat.codes"
+        raise ArgumentTypeError(
+            f"{name}'s column {column!r} has the dtype {dtype}, not numbers. Write {advice}, or "
+            "leave the column out."
+        )
 
 
 def _strings(array: np.ndarray[Any, Any], name: str) -> str:

@@ -21,6 +21,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """List the public names only."""
+    return __all__
+
+
 def __getattr__(name: str) -> object:
     """Explain a name that fitkit doesn't have, such as one from Keras or Lightning.
 

@@ -40,7 +40,10 @@ def _folder(save_dir: Any, name: Any, version: Any) -> Path | str:
 
 
 class TensorBoardLogger(TensorBoard):
-    """`TensorBoard` with Lightning's arguments. It writes to `<save_dir>/<name>/version_<n>`.
+    """`TensorBoard` with Lightning's arguments, folders and names.
+
+    It writes to `<save_dir>/<name>/version_<n>`. There `loss`, `val_loss` and all other values are
+    plotted over training steps, and so is `epoch`.
 
     Args:
         save_dir: the folder for all runs, or its URL.
@@ -65,6 +68,23 @@ class TensorBoardLogger(TensorBoard):
     ) -> None:
         folder = _folder(save_dir, name, version)
         super().__init__(folder, write_graph=log_graph, update_freq=update_freq)
+
+    def log_scalars(self, values: dict[str, float], step: int, epoch: int | None) -> None:
+        super().log_scalars(values, step, epoch)
+        if epoch is not None:
+            self._writer("").add_scalar("epoch", epoch, step)
+
+    def _writer(self, run: str) -> Any:
+        return super()._writer("")
+
+    def _first_new(self) -> int | None:
+        return self.next_step if self.resumes else None
+
+    def _curve(self, name: str) -> tuple[str, str]:
+        return "", name
+
+    def _moment(self, epoch: int, step: int) -> int:
+        return step
 
 
 class CSVLogger(CSV):

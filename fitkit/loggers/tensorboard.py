@@ -102,9 +102,21 @@ class TensorBoard(Logger):
 
     def _writer(self, run: str) -> Any:
         """Return the writer of `train` or `validation`; create it at the first write."""
-        # Hide what a crash left of epochs that run again. Steps are numbered differently.
-        purge = self._epoch if self.resumes and not self._every else None
-        return self.opened().writer(run, purge)
+        return self.opened().writer(run, self._first_new())
+
+    def _first_new(self) -> int | None:
+        """From where on to hide what a crash left of epochs that run again."""
+        # Steps are numbered differently.
+        return self._epoch if self.resumes and not self._every else None
+
+    def _curve(self, name: str) -> tuple[str, str]:
+        """The run and the tag of an epoch's value."""
+        run = "validation" if name.startswith("val_") else "train"
+        return run, f"epoch_{name.removeprefix('val_')}"
+
+    def _moment(self, epoch: int, step: int) -> int:
+        """The place of an epoch's value on the horizontal axis."""
+        return epoch
 
     def log_hyperparameters(self, values: dict[str, Any]) -> None:
         self._settings = values
@@ -135,13 +147,12 @@ class TensorBoard(Logger):
             values = {**values, "steps_per_second": steps / max(passed_s, 1e-9)}
         self._last = values
         for name, value in values.items():
-            run = "validation" if name.startswith("val_") else "train"
-            tag = f"epoch_{name.removeprefix('val_')}"
-            self._writer(run).add_scalar(tag, value, epoch)
+            run, tag = self._curve(name)
+            self._writer(run).add_scalar(tag, value, self._moment(epoch, step))
 
     def log_figure(self, name: str, figure: Any, step: int | None = None) -> None:
         # Only batch values are plotted over steps. A resumed run drops later values by epoch.
-        shown = self._epoch if step is None else step
+        shown = self._moment(self._epoch, self.step) if step is None else step
         self._writer("train").add_image(name, pixels(figure), shown, dataformats="HWC")
 
     def _write_histograms(self, epoch: int) -> None:
@@ -149,7 +160,8 @@ class TensorBoard(Logger):
             values = parameter.detach().float().flatten()
             values = values[torch.isfinite(values)]  # TensorBoard accepts finite values only
             if values.numel():
-                self._writer("train").add_histogram(name, values.cpu().numpy(), epoch)
+                moment = self._moment(epoch, self.step)
+                self._writer("train").add_histogram(name, values.cpu().numpy(), moment)
 
     def finish(self, error: BaseException | None = None) -> None:
         from torch.utils.tensorboard.summary import hparams
@@ -160,7 +172,8 @@ class TensorBoard(Logger):
             for summary in hparams(self._settings, metrics):
                 file_writer.add_summary(summary)
             for name, value in metrics.items():
-                self._writer("train").add_scalar(name, value, self._epoch)
+                moment = self._moment(self._epoch, self.step)
+                self._writer("train").add_scalar(name, value, moment)
         finally:
             files, self.connection = self.connection, None
             files.close()
@@ -228,7 +241,7 @@ class EventFiles:
     def _upload(self) -> None:
         if self._url is None:
             return
-        for path in sorted(self._folder.glob("*/*")):
+        for path in sorted(filter(Path.is_file, self._folder.rglob("*"))):
             name, size_bytes = path.relative_to(self._folder).as_posix(), path.stat().st_size
             if size_bytes == self._sent.get(name):
                 continue

@@ -275,11 +275,17 @@ def check_label_range(
         low, high = _bounds(labels[labels != ignore_index])
     if low >= 0 and high < classes:
         return
-    shift = " Labels that start at 1 need y - 1." if low == 1 and high == classes else ""
+    advice = " Labels that start at 1 need y - 1." if low == 1 and high == classes else ""
+    marks = labels[(labels < 0) | (labels >= classes)].unique()
+    if not advice and len(marks) == 1:
+        advice = (
+            f" If {int(marks)} marks what doesn't count, write "
+            f"loss=torch.nn.CrossEntropyLoss(ignore_index={int(marks)})."
+        )
     ignored = "" if ignore_index is None or low >= 0 else f" (or {ignore_index}, ignored)"
     raise ConfigurationError(
         f"{label} takes labels from 0 to {classes - 1}{ignored}, because the net gives {classes} "
-        f"classes, but y reaches from {low} to {high}.{shift}",
+        f"classes, but y reaches from {low} to {high}.{advice}",
         code="FK009",
     )
 

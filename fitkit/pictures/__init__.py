@@ -4,3 +4,8 @@ from fitkit.pictures.confusion_matrix import confusion_counts, confusion_matrix
 from fitkit.pictures.curves import learning_curves
 
 __all__ = ["confusion_counts", "confusion_matrix", "learning_curves"]
+
+
+def __dir__() -> list[str]:
+    """List the public names only."""
+    return __all__

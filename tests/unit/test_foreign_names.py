@@ -8,10 +8,12 @@ import pytest
 import torch
 
 import fitkit
+from fitkit.errors import ArgumentTypeError
 from fitkit.foreign_names import FOREIGN, instead, markdown
 
 ROWS = [(place, name) for place, names in FOREIGN.items() for _, name in names]
 MAKERS = ("fitkit.callbacks", "fitkit.sklearn")
+X = torch.ones(4, 1)
 DOCS = Path(__file__).parent.parent.parent / "docs"
 
 
@@ -87,6 +89,40 @@ def test_parameters_buffers_and_modules_are_found_as_torch_finds_them():
     assert own.layer is own._modules["layer"]
     assert own.weight is own._parameters["weight"]
     assert own.count is own._buffers["count"]
+
+
+def test_arguments_of_a_trainer_are_answered_by_compile_and_fit():
+    model = fitkit.Model(torch.nn.Linear(1, 1))
+    model.compile("sgd", "mse")
+    for call in (model.compile, lambda **given: model.fit(X, X, verbose=0, **given)):
+        with pytest.raises(ArgumentTypeError, match=r"Write fit\(steps_per_epoch=…\)\."):
+            call(limit_train_batches=2)
+        with pytest.raises(ArgumentTypeError, match=r"fit\(\[batch\], epochs=…\)\."):
+            call(overfit_batches=1)
+    with pytest.raises(ArgumentTypeError, match=r"Write compile\(precision=…\) before"):
+        model.fit(X, X, precision="bf16-mixed")
+    assert len(model.fit([(X, X)], epochs=2, verbose=0).epoch) == 2  # what is advised works
+
+
+@pytest.mark.parametrize(
+    "name", ["tune", "sklearn", "data", "callbacks", "loggers", "pictures", "strategies"]
+)
+def test_dir_lists_the_public_names_of_a_module(name):
+    if name == "sklearn":
+        pytest.importorskip("sklearn")
+    module = importlib.import_module(f"fitkit.{name}")
+    assert sorted(module.__all__) == dir(module)
+
+
+def test_a_hook_of_lightnings_is_answered_with_what_fitkits_takes():
+    class Watching(fitkit.Model):
+        def on_validation_epoch_end(self):
+            pass
+
+    model = Watching(torch.nn.Linear(1, 1))
+    model.compile("sgd", "mse")
+    with pytest.warns(UserWarning, match=r"Override validation_epoch_end\(self, outputs\)"):
+        model.fit(X, X, verbose=0)
 
 
 def test_a_subclass_may_use_a_peers_names():

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from fitkit.distributed.spread.in_place import InPlace
 from fitkit.distributed.wrapped_model import WrappedModel
+from fitkit.errors import ConfigurationError
 
 
 def scale_gradients(parameters: list[nn.Parameter], factor: Any) -> None:
@@ -34,10 +35,24 @@ def clip_gradients(parameters: list[nn.Parameter], limit: float, algorithm: str)
         limit: the limit of their norm or values.
         algorithm: `"norm"` (of all gradients together) or `"value"` (each entry).
     """
-    if algorithm == "norm":
-        clip_grad_norm_(parameters, limit)
-    else:
-        clip_grad_value_(parameters, limit)
+    try:
+        if algorithm == "norm":
+            clip_grad_norm_(parameters, limit)
+        else:
+            clip_grad_value_(parameters, limit)
+    except NotImplementedError as error:
+        raise _sparse_or(error) from error
+
+
+def _sparse_or(error: NotImplementedError) -> Exception:
+    """The error for sparse gradients; the given one where it is about something else."""
+    if "Sparse" not in str(error):
+        return error
+    return ConfigurationError(
+        "The gradients of a layer with sparse=True can't be clipped or measured: torch has no norm "
+        "or limits of sparse tensors. Write sparse=False, or leave gradient_clip_val (NormMonitor) "
+        "out."
+    )
 
 
 def norm_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
@@ -46,7 +61,10 @@ def norm_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
     Ranks:
         Collective, if tensors are sharded.
     """
-    total = get_total_norm([tensor.detach() for tensor in tensors])
+    try:
+        total = get_total_norm([tensor.detach() for tensor in tensors])
+    except NotImplementedError as error:
+        raise _sparse_or(error) from error
     joined = getattr(total, "full_tensor", None)
     return total if joined is None else joined()
 

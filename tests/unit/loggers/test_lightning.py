@@ -27,12 +27,18 @@ def test_csv_logger_writes_metrics_into_the_next_version(tmp_path):
     assert loggers.CSVLogger(tmp_path, version=3).log_dir == tmp_path / "lightning_logs/version_3"
 
 
-def test_tensor_board_logger_takes_save_dir_name_and_version(tmp_path):
-    pytest.importorskip("tensorboard")
+def test_tensor_board_logger_writes_lightnings_folders_and_names(tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     logger = loggers.TensorBoardLogger(tmp_path, name="mine")
     fit(logger)
     assert isinstance(logger, loggers.TensorBoard)
-    assert list((tmp_path / "mine" / "version_0" / "train").iterdir())
+    (file,) = (tmp_path / "mine" / "version_0").iterdir()
+    written = events.EventAccumulator(str(file))
+    written.Reload()
+    assert {"loss", "epoch"} <= set(written.Tags()["scalars"])
+    steps = [event.step for event in written.Scalars("loss")]
+    assert steps == [event.step for event in written.Scalars("epoch")] == [1, 2]
+    assert [event.value for event in written.Scalars("epoch")] == [0, 1]
     assert loggers.TensorBoardLogger(tmp_path, "mine").log_dir == tmp_path / "mine" / "version_1"
 
 

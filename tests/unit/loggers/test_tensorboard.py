@@ -261,5 +261,5 @@ def test_lightnings_names_count_their_versions_at_a_url(url):
             logger = kind(url, name=kind.__name__)
             assert str(logger.log_dir) == f"{url}/{kind.__name__}/version_{number}"
             fit(compiled(), logger, epochs=1)
-    assert scalars(f"{url}/TensorBoardLogger/version_1/train", "epoch_loss")
+    assert scalars(f"{url}/TensorBoardLogger/version_1", "loss")
     assert os.path.basename(str(loggers.CSVLogger(url, "CSVLogger").path)) == "metrics.csv"

@@ -28,7 +28,7 @@ def expected(name, interval, warm_up, updates):
     ends = [updates * (epoch + 1) for epoch in range(EPOCHS)]
     length = ends[-1] - waits if by_step else sum(end >= waits for end in ends)
     scheduler, rates = LAST[name](optimizer, length), []
-    first, made = optimizer.param_groups[0]["lr"], 0
+    first = optimizer.param_groups[0]["lr"]
 
     def move():
         if name != "one_cycle" or scheduler.last_epoch + 1 < length:
@@ -38,7 +38,7 @@ def expected(name, interval, warm_up, updates):
         now = optimizer.param_groups[0]["lr"]
         rates.append(first * (done + 1) / waits if done < waits else now)
         optimizer.step()
-        made += 1
+        made = done + 1
         if (by_step and made > waits) or (not by_step and made in ends and made >= waits):
             move()
     return rates, optimizer.param_groups[0]["lr"]
