@@ -303,6 +303,8 @@ class Fit:
                             context.take_waiting()
                         if index == done + empty:
                             step.undo_writes()
+                            if epoch == self.arguments.initial_epoch:
+                                self.strategy.after_first_batch(model, self.optimizers)
                         has_rows = True
                     if end:
                         self.note(index + 1)  # for a save in a hook, even on_exception

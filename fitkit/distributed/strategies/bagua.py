@@ -131,6 +131,7 @@ class BaguaEngine(Engine):
         optimizers: list[Optimizer],
     ) -> None:
         self.replaces_ddp: bool = not algorithm.wraps
+        self.keeps_apart: bool = algorithm.keeps_apart
         self._module = module
         self._has_parted = False  # whether there were updates since the ranks were last equal
         self._algorithm = algorithm

@@ -211,6 +211,16 @@ class Strategy:
         """
         return None
 
+    def after_first_batch(self, module: torch.nn.Module, optimizers: list[Optimizer]) -> None:
+        """Make equal on all ranks what the module's first forward has set on each.
+
+        Args:
+            optimizers: of the module's parameters.
+
+        Ranks:
+            Collective.
+        """
+
     def finish(self) -> None:
         """Release what a training needed. Also called after a failure, if other ranks are gone."""
         engine, self.engine = self.engine, None

@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from fitkit import trees
 from fitkit.arguments import check_choice, check_count, check_flag, check_number
 from fitkit.distributed.collectives import Collectives, Solo
 from fitkit.distributed.exchange.hooks import check_hook, resolve_hook
+from fitkit.distributed.first_forward import share_first_state
 from fitkit.distributed.launchers import InlineLauncher
 from fitkit.distributed.launchers.process import check_output, shows_all
 from fitkit.distributed.launchers.ranks import RankLauncher
@@ -237,6 +239,10 @@ class DDP(Strategy):
         if self.comm_hook is not None:
             wrapped.register_comm_hook(*resolve_hook(self.comm_hook, self.comm_hook_state))
         return wrapped
+
+    def after_first_batch(self, module: torch.nn.Module, optimizers: list[Optimizer]) -> None:
+        if self.collectives.world_size > 1 and not (self.engine and self.engine.keeps_apart):
+            share_first_state(self.collectives, module, optimizers)
 
     def finish(self) -> None:
         super().finish()

@@ -98,6 +98,9 @@ class Engine:
     evaluates_in_step = False
     """Whether evaluations do so, too, because a rank's forward waits for the other ranks."""
 
+    keeps_apart = False
+    """Whether the ranks' weights may differ between two updates."""
+
     def wrap(self, module: nn.Module) -> WrappedModel:
         """Return what training steps call instead of DDP."""
         return WrappedModel(module)

@@ -19,6 +19,7 @@ from fitkit.accelerators import has_streams
 from fitkit.activation_checkpointing import check_blocks, matching
 from fitkit.arguments import check_count, check_flag
 from fitkit.distributed.collectives import Collectives
+from fitkit.distributed.first_forward import refusing_writes
 from fitkit.distributed.meta_tensors import Unfilled
 from fitkit.distributed.precision import MixedPrecision
 from fitkit.distributed.spread.context_parallel import SequenceParts, context_group
@@ -378,10 +379,12 @@ class FSDPEngine(Engine):
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the module through the root module of `fully_shard`."""
-        outputs = self._root(method, *args, **kwargs)
+        is_first = torch.is_grad_enabled() and not self._has_checked
+        with refusing_writes(self._root.model) if is_first else contextlib.nullcontext():
+            outputs = self._root(method, *args, **kwargs)
         if not torch.is_grad_enabled():
             self._module.reshard()
-        elif not self._has_checked:
+        elif is_first:
             _check_outputs(outputs)
             self._has_checked = True
         return outputs
