@@ -77,6 +77,19 @@ def last_operation(prediction: torch.Tensor) -> str | None:
     return None
 
 
+def class_axis_of(net: torch.nn.Module) -> int | None:
+    """Where a net's last layer gives classes: -1 for a linear one, 1 for a convolution, or None."""
+    for layer in reversed(list(net.modules())):
+        if isinstance(layer, torch.nn.Linear):
+            return -1
+        if isinstance(layer, torch.nn.modules.conv._ConvNd):
+            return 1
+        if any(True for _ in layer.children()) or not any(True for _ in layer.parameters()):
+            continue
+        return None
+    return None
+
+
 def scale_of(prediction: Any) -> str | None:
     """`"logits"` or `"probabilities"`, if the last operation produces one of them; else None."""
     if not isinstance(prediction, torch.Tensor):

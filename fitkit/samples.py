@@ -374,13 +374,11 @@ def _children(place: str, tree: Any) -> list[tuple[str, Any]]:
         return [(f"{place}[{key!r}]", tree[key]) for key in keys]
     if trees.is_named_tuple(tree):
         return [(f"{place}.{name}", getattr(tree, name)) for name in tree._fields]
-    if isinstance(tree, (tuple, list)):
-        if reading(tree) in (Reading.SAMPLES, Reading.PLAIN):
-            return []
-        return [(f"{place}[{index}]", item) for index, item in enumerate(tree)]
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        names = [field.name for field in dataclasses.fields(tree)]
-        return [(f"{place}.{name}", getattr(tree, name)) for name in names]
+    if isinstance(tree, (tuple, list)) and reading(tree) in (Reading.SAMPLES, Reading.PLAIN):
+        return []
+    if trees.is_container(tree):
+        named = zip(trees.places(tree), trees.children(tree), strict=True)
+        return [(place + name, child) for name, child in named]
     return []
 
 

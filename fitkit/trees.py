@@ -5,7 +5,10 @@ A *leaf* is whatever isn't one of those containers. Nothing here knows what a ba
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
+import types
+from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -33,36 +36,99 @@ def _is_record(tree: object) -> bool:
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`tree` with `function` applied to each leaf; containers keep their types.
-
-    A mapping whose type can't be built from pairs becomes a dict.
-    """
-    if isinstance(tree, torch.Tensor):
+    """`tree` with `function` applied to each leaf; containers keep their types (`rebuilt`)."""
+    if isinstance(tree, torch.Tensor) or not is_container(tree):
         return function(tree)
-    if type(tree) is dict:
-        return {key: map_leaves(function, value) for key, value in tree.items()}
+    return rebuilt(tree, [map_leaves(function, child) for child in children(tree)])
+
+
+def children(tree: Any) -> list[Any]:
+    """What a container holds, in order: a mapping's values, items, or a dataclass's fields."""
     if isinstance(tree, Mapping):
-        items = [(key, map_leaves(function, value)) for key, value in tree.items()]
-        try:
-            mapped = type(tree)(items)  # type: ignore[call-arg]
-        except TypeError:
-            return dict(items)
-        # A state dict has its modules' versions as an attribute, a batch its number of samples.
-        if hasattr(tree, "__dict__") and hasattr(mapped, "__dict__"):
-            vars(mapped).update({k: v for k, v in vars(tree).items() if k not in vars(mapped)})
-        return mapped
-    if is_named_tuple(tree):
-        return type(tree)(*(map_leaves(function, item) for item in tree))
+        return list(tree.values())
     if isinstance(tree, (tuple, list)):
-        return type(tree)(map_leaves(function, item) for item in tree)
-    if _is_record(tree):
-        values = {
-            field.name: map_leaves(function, getattr(tree, field.name))
-            for field in dataclasses.fields(tree)
-            if field.init
-        }
-        return dataclasses.replace(tree, **values)
-    return function(tree)
+        return list(tree)
+    return [getattr(tree, name) for name in _fields_in(tree)]
+
+
+def places(tree: Any) -> list[str]:
+    """Where each of a container's `children` is, as Python would write it (`['image']`, `[0]`)."""
+    if isinstance(tree, Mapping):
+        return [f"[{key!r}]" for key in tree]
+    if isinstance(tree, (tuple, list)):
+        return [f"[{index}]" for index in range(len(tree))]
+    return [f".{name}" for name in _fields_in(tree)]
+
+
+def _fields_in(record: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(record) if hasattr(record, field.name)]
+
+
+def rebuilt(tree: Any, values: list[Any]) -> Any:
+    """A container like `tree` with other children, made without its class's constructor.
+
+    A constructor may take other arguments, check them, or move them. Attributes stay as they are;
+    one that is also the entry of its name is replaced with it. What can't be rebuilt becomes a
+    plain dict, list or tuple; a dataclass is returned as it is.
+
+    Args:
+        values: as many as `children(tree)`, in that order.
+    """
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return kind(values)
+    if kind is dict:
+        return dict(zip(tree, values, strict=True))
+    try:
+        return _made_like(tree, values)
+    except Exception:  # a class of the user's may raise anything
+        if isinstance(tree, Mapping):
+            return dict(zip(tree, values, strict=True))
+        return next((base(values) for base in (tuple, list) if isinstance(tree, base)), tree)
+
+
+_IN_C = types.BuiltinFunctionType
+"""What `__new__` is in a class that isn't written in Python, which its subclasses need."""
+
+
+def _made_like(tree: Any, values: list[Any]) -> Any:
+    kind: Any = type(tree)
+    pairs = list(zip(tree, values, strict=True)) if isinstance(tree, Mapping) else []
+    attributes = _attributes(tree)
+    if isinstance(tree, Mapping) and not isinstance(tree, (dict, UserDict)):
+        made = kind(pairs)  # only its constructor knows where it keeps them
+        if list(made) != list(tree):
+            raise TypeError(f"{kind.__name__} takes no pairs")
+        attributes = {n: value for n, value in attributes.items() if n not in _attributes(made)}
+    else:
+        base = next(base for base in kind.__mro__ if isinstance(vars(base).get("__new__"), _IN_C))
+        made = base.__new__(kind, values) if isinstance(tree, tuple) else base.__new__(kind)
+    if isinstance(tree, list):
+        list.extend(made, values)
+    elif isinstance(tree, dict):
+        put = OrderedDict.__setitem__ if isinstance(tree, OrderedDict) else dict.__setitem__
+        for key, value in pairs:
+            put(made, key, value)
+        if isinstance(tree, defaultdict):
+            made.default_factory = tree.default_factory
+    elif isinstance(tree, UserDict):
+        attributes["data"] = dict(pairs)
+    elif not isinstance(tree, (tuple, Mapping)):
+        attributes.update(zip(_fields_in(tree), values, strict=True))
+    for key, value in pairs:
+        if key in attributes and attributes[key] is tree[key]:
+            attributes[key] = value
+    for name, value in attributes.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _attributes(tree: Any) -> dict[str, Any]:
+    """All attributes of an object, those in slots too."""
+    # As pickle finds them, with private names spelled out.
+    slots = copyreg._slotnames(type(tree))  # type: ignore[attr-defined]
+    found = {name: getattr(tree, name) for name in slots if hasattr(tree, name)}
+    return {**found, **getattr(tree, "__dict__", {})}
 
 
 def leaves(tree: Any) -> Iterator[Any]:
@@ -101,17 +167,11 @@ def tensor_bytes(tree: Any) -> int:
 
 def leaves_with_paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """The leaves with the way to each, as Python would write it (`['image'][0]`)."""
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from leaves_with_paths(value, f"{path}[{key!r}]")
-    elif isinstance(tree, (tuple, list)):
-        for index, item in enumerate(tree):
-            yield from leaves_with_paths(item, f"{path}[{index}]")
-    elif _is_record(tree):
-        for field in dataclasses.fields(tree):
-            yield from leaves_with_paths(getattr(tree, field.name), f"{path}.{field.name}")
-    else:
+    if not is_container(tree):
         yield path, tree
+        return
+    for place, child in zip(places(tree), children(tree), strict=True):
+        yield from leaves_with_paths(child, path + place)
 
 
 def to_numpy(tree: Any) -> Any:
@@ -155,18 +215,15 @@ def concatenate(trees: list[Any], samples: list[int] | None = None) -> Any:
         if any(list(tree) != list(first) for tree in trees):
             raise ValueError(f"batches have different keys: {list(first)} and others")
         return {key: concatenate([tree[key] for tree in trees], samples) for key in first}
-    if is_named_tuple(first):
-        columns = zip(*trees, strict=True)
-        return type(first)(*(concatenate(list(items), samples) for items in columns))
     if isinstance(first, list) and _are_of_samples(trees, samples):
         return [entry for tree in trees for entry in tree]
     if isinstance(first, (tuple, list)):
         columns = zip(*trees, strict=True)
-        return type(first)(concatenate(list(items), samples) for items in columns)
+        return rebuilt(first, [concatenate(list(items), samples) for items in columns])
     if _is_record(first):
         return {
-            field.name: concatenate([getattr(tree, field.name) for tree in trees], samples)
-            for field in dataclasses.fields(first)
+            name: concatenate([getattr(tree, name) for tree in trees], samples)
+            for name in _fields_in(first)
         }
     return list(trees)
 

@@ -66,7 +66,7 @@ def _rows(tree: Any, samples: int, rows: slice) -> Any:
         return tree[rows]
     if not trees.is_container(tree):
         return tree
-    return _rebuilt(tree, [_rows(child, samples, rows) for _, child in _children(tree)])
+    return trees.rebuilt(tree, [_rows(child, samples, rows) for child in trees.children(tree)])
 
 
 def _is_column(tree: Any, samples: int) -> bool:
@@ -93,9 +93,8 @@ def gather(
 
     Tensors (N_r, ...) are joined along dimension 0. Tensors without dimensions, numbers and
     flags become a vector with one entry per replica, also where there is one replica only. None
-    stays None. Containers are joined by their structure, but lists of strings end to end. Anything
-    else becomes a list with one entry per replica. A mapping whose type can't be built from pairs
-    becomes a dict.
+    stays None. Containers are joined by their structure and keep their types, but lists of strings
+    end to end. Anything else becomes a list with one entry per replica.
 
     Args:
         outputs: one tree a replica.
@@ -114,15 +113,14 @@ def gather(
         if all(type(tree) is list and _are_texts(tree) for tree in outputs):
             return [text for texts in outputs for text in texts]
         if trees.is_container(first):
-            named = [_children(tree) for tree in outputs]
-            names = [name for name, _ in named[0]]
-            if any([name for name, _ in children] != names for children in named):
+            places = trees.places(first)
+            if any(not trees.is_container(t) or trees.places(t) != places for t in outputs):
                 raise _unlike(outputs, path)
+            parts = zip(*map(trees.children, outputs), strict=True)
             values = [
-                joined([children[index][1] for children in named], path + name)
-                for index, name in enumerate(names)
+                joined(list(part), path + place) for place, part in zip(places, parts, strict=True)
             ]
-            return _rebuilt(first, values)
+            return trees.rebuilt(first, values)
         if any(trees.is_container(leaf) or (leaf is None) != (first is None) for leaf in outputs):
             raise _unlike(outputs, path)
         if first is None:
@@ -211,35 +209,3 @@ def _described(output: Any) -> str:
     if isinstance(output, (tuple, list)):
         return f"a {type(output).__name__} of {len(output)}"
     return "None" if output is None else f"a {type(output).__name__}"
-
-
-# ---------------------------------------------------------------------- containers
-
-
-def _children(tree: Any) -> list[tuple[str, Any]]:
-    """A container's children, each with its place as Python would write it."""
-    if isinstance(tree, Mapping):
-        return [(f"[{key!r}]", value) for key, value in tree.items()]
-    if isinstance(tree, (tuple, list)):
-        return [(f"[{index}]", item) for index, item in enumerate(tree)]
-    if dataclasses.is_dataclass(tree):
-        return [(f".{f.name}", getattr(tree, f.name)) for f in dataclasses.fields(tree)]
-    return []
-
-
-def _rebuilt(tree: Any, values: list[Any]) -> Any:
-    """A container like `tree` with other children."""
-    if isinstance(tree, Mapping):
-        items = list(zip(tree, values, strict=True))
-        try:
-            return type(tree)(items)  # type: ignore[call-arg]
-        except TypeError:
-            return dict(items)
-    if trees.is_named_tuple(tree):
-        return type(tree)(*values)
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(values)
-    filled = copy.copy(tree)  # not its constructor, which may take other arguments or check them
-    for field, value in zip(dataclasses.fields(tree), values, strict=True):
-        object.__setattr__(filled, field.name, value)
-    return filled

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fitkit.arguments import describe
-from fitkit.errors import ConfigurationError
+from fitkit.errors import ConfigurationError, warn
 from fitkit.outputs import IGNORED, LossHint, scale_of
 
 Pair = tuple[Tensor, Tensor]
@@ -119,7 +119,15 @@ class FirstBatch:
         return self._task("binary")
 
     def _class_axis(self) -> int | None:
-        return class_axis(self.prediction.shape, self.target.shape, self._axes())
+        prediction, target = self.prediction.shape, self.target.shape
+        found, other = (class_axis(prediction, target, (axis,)) for axis in self._axes())
+        if None not in (found, other) and found != other and self.hint.class_axis is None:
+            warn(
+                f"The classes in predictions of shape {tuple(prediction)} may be in axis 1 or in "
+                f"the last one, for a target of shape {tuple(target)}. Metrics take axis {found}. "
+                "Name the loss, or give the first batch another length, to decide it."
+            )
+        return other if found is None else found
 
     def _axes(self) -> tuple[int, int]:
         # The loss's first, torch's where it says nothing.
@@ -308,7 +316,7 @@ def scores_and_labels(task: Task) -> Conversion:
 
     def convert(prediction: Tensor, target: Tensor) -> Pair:
         labels = _class_labels(task, prediction, target)
-        return _classes_to_axis_1(task, prediction), labels
+        return classes_to_axis_1(task, prediction, target), labels
 
     return convert
 
@@ -320,7 +328,8 @@ def chosen_labels(task: Task) -> Conversion:
 
     def convert(prediction: Tensor, target: Tensor) -> Pair:
         if task.kind == "multiclass":
-            return prediction.argmax(task.axis), _class_labels(task, prediction, target)
+            chosen = prediction.argmax(_axis_in(task, prediction, target))
+            return chosen, _class_labels(task, prediction, target)
         chosen = prediction > threshold if prediction.is_floating_point() else prediction
         return chosen.int(), _entry_labels(prediction, target)
 
@@ -337,7 +346,7 @@ def probabilities_and_labels(task: Task) -> Conversion:
     def convert(prediction: Tensor, target: Tensor) -> Pair:
         if task.kind == "multiclass":
             labels = _class_labels(task, prediction, target)
-            scores = _probabilities(_classes_to_axis_1(task, prediction), task.scale, axis=1)
+            scores = _probabilities(classes_to_axis_1(task, prediction, target), task.scale, axis=1)
             return scores, labels
         labels = _entry_labels(prediction, target)
         if not prediction.is_floating_point():
@@ -373,15 +382,27 @@ def _probabilities(prediction: Tensor, scale: str, axis: int | None = None) -> T
     return prediction.clamp(0, 1)
 
 
-def _classes_to_axis_1(task: Task, prediction: Tensor) -> Tensor:
-    return prediction if task.axis == 1 else prediction.movedim(task.axis, 1)
+def _axis_in(task: Task, prediction: Tensor, target: Tensor) -> int:
+    """The dimension of classes: in the first batch two may have fitted, and here another alone."""
+    last = prediction.ndim - 1
+    if task.one_hot or not task.axis <= last > 1:
+        return task.axis
+    axes = tuple(a for a in (task.axis, last, 1) if prediction.shape[a] == task.columns)
+    return class_axis(prediction.shape, target.shape, axes) or task.axis
+
+
+def classes_to_axis_1(task: Task, prediction: Tensor, target: Tensor) -> Tensor:
+    """The prediction with its classes in dimension 1."""
+    axis = _axis_in(task, prediction, target)
+    return prediction if axis == 1 else prediction.movedim(axis, 1)
 
 
 def _class_labels(task: Task, prediction: Tensor, target: Tensor) -> Tensor:
     """Labels of the prediction's shape without its dimension of classes."""
     if task.one_hot:
         return target.reshape(prediction.shape).argmax(task.axis)
-    shape = prediction.shape[: task.axis] + prediction.shape[task.axis + 1 :]
+    axis = _axis_in(task, prediction, target)
+    shape = prediction.shape[:axis] + prediction.shape[axis + 1 :]
     if target.shape != shape:
         if target.numel() != shape.numel():
             raise mismatch(prediction, target)

@@ -28,6 +28,7 @@ from fitkit.metrics.conversions import (
     as_given,
     at_least_float32,
     chosen_labels,
+    classes_to_axis_1,
     columns,
     distributions,
     matched,
@@ -76,7 +77,7 @@ def cross_entropy(prediction: Tensor, target: Tensor, task: Task) -> Tensor:
     if task.kind != "multiclass":
         target = target.reshape(prediction.shape).to(prediction.dtype)
         return _binary_cross_entropy(prediction, target, task.scale)
-    by_class = prediction.movedim(task.axis, 1)  # (N, C, ...)
+    by_class = classes_to_axis_1(task, prediction, target)  # (N, C, ...)
     if task.scale == "probabilities":
         shares = by_class / by_class.sum(1, keepdim=True)
         logs = shares.clamp(EPSILON, 1 - EPSILON).log()

@@ -89,7 +89,7 @@ def test_outputs_are_gathered_by_their_structure():
     assert whole["loss"].tolist() == [2, 1] and whole["n"].tolist() == [2, 1]
     assert whole["pair"].left.tolist() == [True, False] and whole["pair"].right is None
     assert whole["names"] == ["a"] * 3 and whole["word"] == ["w", "w"]
-    assert type(whole["more"]) is dict and whole["more"]["x"].tolist() == [1, 1, 1]
+    assert type(whole["more"]) is OnlyByKeyword and whole["more"]["x"].tolist() == [1, 1, 1]
     assert whole["batch"].image.tolist() == [1, 1, 1]
     assert whole["batch"].caption[0].tolist() == [2, 1]
     assert gather([torch.tensor(4.0)]).tolist() == [4]
