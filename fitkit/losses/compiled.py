@@ -21,6 +21,7 @@ from fitkit.outputs import (
     LossHint,
     Outputs,
     by_output,
+    class_axis_of,
     log_name,
     named_outputs,
     targets_by_output,
@@ -271,11 +272,18 @@ class CompiledLoss:
         """Whether code of the user's acts in some loss."""
         return any(loss.has_user_code for loss in self._all)
 
-    def hint(self, output: Hashable) -> LossHint:
+    def hint(self, output: Hashable, net: torch.nn.Module | None = None) -> LossHint:
         """What `output`'s loss says of its numbers; before `check` that of a net with one output.
 
-        The hint is empty where there is no loss, or where it isn't known yet.
+        The hint is empty where there is no loss, or where it isn't known yet. Where it lacks the
+        axis of classes, the last layer of a `net` with one output says it.
         """
+        hint = self._hint(output)
+        if net is None or output != SINGLE or hint.class_axis is not None:
+            return hint
+        return dataclasses.replace(hint, class_axis=class_axis_of(net))
+
+    def _hint(self, output: Hashable) -> LossHint:
         if isinstance(self._losses, Loss):
             return self._losses.hint
         if self._plan is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import threading
@@ -33,7 +32,6 @@ from fitkit.losses.compiled import total_of
 from fitkit.metrics.compiled import CompiledMetrics
 from fitkit.modes import modes_restored
 from fitkit.module import Module
-from fitkit.outputs import SINGLE, LossHint, class_axis_of
 from fitkit.samples import Counted, counted, counted_in, said_by, samples_in
 from fitkit.training.explain import raise_explained, shape_words
 from fitkit.training.log import Logbook
@@ -418,16 +416,10 @@ class CompiledStep:
             for targets in self.all_targets:
                 self.loss.check_labels(targets)
             if self.meters is not None:
-                self.meters.start(prediction, y, self._hint, self.loss.trained)
+                hint = functools.partial(self.loss.hint, net=self.wrapped.module)
+                self.meters.start(prediction, y, hint, self.loss.trained)
         self.checked = True
         self._had_target = y is not None
-
-    def _hint(self, output: Any) -> LossHint:
-        """What an output's loss says of its numbers, or else a net's last layer."""
-        hint = self.loss.hint(output)
-        if hint.class_axis is not None or output != SINGLE:
-            return hint
-        return dataclasses.replace(hint, class_axis=class_axis_of(self.wrapped.module))
 
 
 def _outputs_of(step: CompiledStep | PredictStep, forward: Callable[..., Any], x: Any) -> Any:
