@@ -76,6 +76,7 @@ class Record:
         hidden_names: names logged with `prog_bar=False`, which the progress bar leaves out.
         jit_update: the training steps that `jit_compile` has compiled; None before.
         jit_passes: the compiled steps of evaluation and prediction.
+        needs_gradients: whether the net was seen to compute gradients in its forward.
         doubts: say once that batches' entries disagree on their samples.
     """
 
@@ -88,6 +89,7 @@ class Record:
     hidden_names: set[str] = dataclasses.field(default_factory=set)
     jit_update: Any = None
     jit_passes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    needs_gradients: bool = False
     doubts: Doubts = dataclasses.field(default_factory=Doubts)
 
     def __copy__(self) -> Record:

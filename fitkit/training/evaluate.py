@@ -36,6 +36,7 @@ from fitkit.training.own_step import Step, StepContext, predict_step_for, step_f
 from fitkit.training.settings import EvaluateArguments
 from fitkit.training.step import CompiledStep, PredictStep, is_plain_wrapper
 from fitkit.training.surroundings import evaluating, rank_source, surroundings
+from fitkit.training.with_gradients import first_step
 
 
 def run_evaluate(model: Module, arguments: EvaluateArguments) -> dict[str, Any]:
@@ -329,7 +330,6 @@ class EvaluationPlan:
         self._may_infer = not self._has_one_batch and self._sees_only_torchs()
         shows = any(isinstance(callback, ProgressBar) for callback in callbacks.callbacks)
         self._jit = jit_pass(model, step, take, is_announced=shows)
-        self._first_step: Callable[..., Any] = step if self._jit is None else self._jit.first
         self._users_look = users_look(callbacks, stage)
         # Whether batches are views or rows of tensors in memory. Other batches are made outside of
         # inference mode, since their maker may keep them. Ranks in step don't qualify: they may
@@ -360,7 +360,7 @@ class EvaluationPlan:
             The number of batches, and how many of them had no rows.
         """
         model, begin, end, take = self._model, self._begin, self._end, self._take
-        advance = self._first_step
+        advance = self._first
         index, empty = -1, 0
         with self:
             batches = self.batches(self._step.mover.bring_each(iter(mine)))
@@ -394,6 +394,16 @@ class EvaluationPlan:
                     break
             self.flush()
         return index + 1, empty
+
+    def _first(self, batch: Any, index: int) -> Any:
+        """Make a step with all checks."""
+        jit, step = self._jit, self._step
+        make = step if jit is None else jit.first
+        found = first_step(self._model, step, batch, index, make)
+        if jit is not None and not step.wrapped.is_bare:  # as the batch has shown
+            self._jit = None
+            self._as_written.enter_context(as_written(self._model))
+        return found
 
     def __enter__(self) -> EvaluationPlan:
         self._no_grad.__enter__()

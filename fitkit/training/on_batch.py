@@ -44,6 +44,7 @@ from fitkit.training.surroundings import (
     unchanged_on_error,
 )
 from fitkit.training.update import Update, updates_for
+from fitkit.training.with_gradients import first_step
 
 OF_ALL = ("transfer_batch_to_device", "forward")
 
@@ -498,7 +499,7 @@ def evaluate_batch(model: Module, arrays: tuple[Any, ...]) -> dict[str, Any]:
         step = kept.step
         with evaluating(model, kept.context, modules), kept.mode:
             try:
-                step(batch, 0)
+                first_step(model, step, batch)
                 values = _values_of(kept, batch)
             finally:
                 step.logbook.logged.finish()
@@ -519,7 +520,7 @@ def predict_batch(model: Module, x: Any) -> Any:
             place(model)
             kept = KeptStep(*predict_step_for(model))
         with evaluating(model, kept.context, modules), kept.mode:
-            outputs = trees.to_numpy(joined([on_host(kept.step(batch, 0))]))
+            outputs = trees.to_numpy(joined([on_host(first_step(model, kept.step, batch))]))
     steps.give(model, batch, kept)
     return outputs
 

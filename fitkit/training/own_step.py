@@ -32,6 +32,7 @@ from fitkit.samples import samples_of
 from fitkit.training.jit.programs import compiles_updates, traces_gradients
 from fitkit.training.log import Logbook, Logged
 from fitkit.training.step import CompiledStep, PredictStep
+from fitkit.training.with_gradients import wrapped_for_evaluation
 
 
 @dataclasses.dataclass
@@ -250,7 +251,7 @@ def step_for(
             compiles=compiles_updates(model) and traces_gradients(),
         )
     else:
-        wrapped = strategy.wrap_for_evaluation(model)
+        wrapped = wrapped_for_evaluation(model)
     _check_undivided(model, wrapped, stage)
     compiled = CompiledStep(
         model,
@@ -272,7 +273,7 @@ def step_for(
 
 def predict_step_for(model: Module) -> tuple[StepContext, Any]:
     """The step of `predict`."""
-    wrapped = model._fitkit.compilation.strategy.wrap_for_evaluation(model)
+    wrapped = wrapped_for_evaluation(model)
     _check_undivided(model, wrapped, "predict")
     compiled = PredictStep(model, wrapped)
     context = StepContext("predict", predicting=compiled)
@@ -332,7 +333,7 @@ class OwnStep:
         self.autocast: Callable[..., Any] = partial(autocast, strategy.device.type)
         self._method = f"{stage}_step"
         self._arguments = step_arguments(model, self._method)
-        self.enter: Callable[..., Any] = entry_of(model, wrapped, self._method)
+        self.enter_again()
         self._end = getattr(model, f"{stage}_step_end")
         self._has_end = overridden(model, f"{stage}_step_end")
         # A transfer of the model's own is part of what is called through a wrapper: under dp each
@@ -342,6 +343,10 @@ class OwnStep:
         self._is_first = True
         self.keeps: bool = overridden(model, f"{stage}_epoch_end")
         self.begin()
+
+    def enter_again(self) -> None:
+        """Call the model's step as the model is wrapped now."""
+        self.enter: Callable[..., Any] = entry_of(self.model, self.wrapped, self._method)
 
     @property
     def is_part(self) -> bool:
@@ -599,14 +604,20 @@ class OwnPredictStep:
     def __init__(self, model: Module, context: StepContext, wrapped: WrappedModel) -> None:
         assert context.predicting is not None
         strategy = model._fitkit.compilation.strategy
+        self.model = model
         self.context = context
+        self.wrapped = wrapped
         self.mover: Mover = context.predicting.mover
         self._autocast = partial(strategy.precision.autocast, strategy.device.type)
         self._takes_index = "batch_idx" in step_arguments(model, "predict_step")
-        self._enter = entry_of(model, wrapped, "predict_step")
+        self.enter_again()
         self._end = model.predict_step_end
         self._moves = overridden(model, "transfer_batch_to_device")
         self._is_first = True
+
+    def enter_again(self) -> None:
+        """Call the model's step as the model is wrapped now."""
+        self._enter = entry_of(self.model, self.wrapped, "predict_step")
 
     def __call__(self, batch: Any, index: int = 0) -> Any:
         """The outputs for a batch."""

@@ -1,0 +1,97 @@
+"""Evaluations of nets whose outputs are gradients of their inputs, such as forces.
+
+Evaluations compute no gradients, and in that such a net fails. The first batch shows it. From then
+on the model's forward is called with gradients, and its outputs are detached.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fitkit import trees
+from fitkit.distributed.wrapped_model import WrappedModel
+from fitkit.errors import ConfigurationError
+from fitkit.module import Module
+from fitkit.training.step import CompiledStep, PredictStep, forward_of
+
+NO_GRAPH = re.compile(r"does not require grad")
+"""What torch says where a gradient is asked for and there is no graph."""
+
+
+def wrapped_for_evaluation(model: Module) -> WrappedModel:
+    """The model as its strategy evaluates it, with gradients if it is known to need them."""
+    wrapped: WrappedModel = model._fitkit.compilation.strategy.wrap_for_evaluation(model)
+    if model._fitkit.needs_gradients and wrapped.is_bare:
+        wrapped.wrapper = WithGradients(wrapped.call)
+    return wrapped
+
+
+def first_step(
+    model: Module,
+    step: Any,
+    batch: Any,
+    index: int = 0,
+    make: Callable[[Any, int], Any] | None = None,
+) -> Any:
+    """Make an evaluation's first step, with gradients if it fails without them.
+
+    Args:
+        step: the pass's step.
+        make: makes it; None for the step itself.
+
+    Raises:
+        ConfigurationError: it needs them, and replicas or shards stand around the net.
+    """
+    make = make or step
+    try:
+        return make(batch, index)
+    except RuntimeError as error:
+        if torch.is_grad_enabled() or not NO_GRAPH.search(str(error)):
+            raise
+        wrapped: WrappedModel = step.wrapped
+        if model._fitkit.needs_gradients and wrapped.wrapper is not None:
+            raise  # with gradients it fails, too
+        if not wrapped.is_bare:
+            raise ConfigurationError(
+                "The net computes gradients in its forward, but evaluations compute none under "
+                f"strategy={model._fitkit.compilation.strategy.name!r}. Write "
+                "`with torch.enable_grad():` around that part of forward."
+            ) from error
+        wrapped.wrapper = WithGradients(wrapped.call)
+        _enter_again(step)
+        try:
+            found = make(batch, index)
+        except RuntimeError:
+            wrapped.wrapper = None
+            _enter_again(step)
+            raise error from None
+    model._fitkit.needs_gradients = True
+    return found
+
+
+def _enter_again(step: Any) -> None:
+    """Have a step call its model as it is wrapped now."""
+    if isinstance(step, (CompiledStep, PredictStep)):
+        step.forward = forward_of(step.wrapped)
+    else:
+        step.enter_again()
+
+
+class WithGradients:
+    """Calls a model's methods with gradients, and detaches what they return."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False), torch.enable_grad():
+            outputs = self._call(method, *args, **kwargs)
+        return trees.map_leaves(_detached, outputs)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
