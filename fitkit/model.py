@@ -6,14 +6,16 @@ import copy
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
-from typing import Any, Literal, overload
+from typing import Any, Literal, SupportsIndex, overload
 
 from torch import nn
 from torch.optim import Optimizer
 
 from fitkit import model_names, trees
+from fitkit.accelerators import is_accelerator
 from fitkit.arguments import check_flag, describe, only_known_arguments
 from fitkit.callbacks.base import Callbacks
 from fitkit.callbacks.history import History
@@ -27,6 +29,7 @@ from fitkit.model_names import GivesWay, NotHere, check_attribute, check_definit
 from fitkit.modes import in_use
 from fitkit.module import Module
 from fitkit.optimizers import with_rate
+from fitkit.pickling import in_main_memory
 from fitkit.pictures.html import Results
 from fitkit.samples import Doubts
 from fitkit.training.evaluate import run_evaluate, run_predict
@@ -188,6 +191,25 @@ class Model(Module):
         self._fitkit.check_copy()
         state: dict[str, Any] = super().__getstate__()
         return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Model:
+        """A copy on the same device."""
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return made
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """A pickle can be read on a machine without the accelerator, too."""
+        reduced = super().__reduce_ex__(protocol)
+        tensors = itertools.chain(self.parameters(), self.buffers())
+        if len(reduced) == 2 or not any(is_accelerator(tensor.device) for tensor in tensors):
+            return reduced
+        function, arguments, state, *others = reduced
+        return function, arguments, in_main_memory(state), *others
+
+    def _state_for_ranks(self, strategy: object) -> dict[str, Any]:
+        """The tensors as they are, by which the call knows those that it leaves out."""
+        return self.__getstate__()
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch import nn
@@ -51,7 +51,6 @@ class NetEstimator(BaseEstimator):
     changes no parameter. The names of learned attributes end in `_`.
     """
 
-    net_: nn.Module
     model_: Model
     _random: dict[str, Any]
 
@@ -90,6 +89,11 @@ class NetEstimator(BaseEstimator):
         self.net_options: Mapping[str, Any] | None = net_options
         self.compile_options = compile_options
         self.fit_options = fit_options
+
+    @property
+    def net_(self) -> nn.Module:
+        """The trained net."""
+        return cast(nn.Module, self.model_.net)
 
     # ------------------------------------------------------------------ parameters
 
@@ -164,11 +168,10 @@ class NetEstimator(BaseEstimator):
         before = random_state()
         try:
             set_seed(seed)
-            self.net_ = self._made_net(outputs)
+            self.model_ = Model(self._made_net(outputs))
             self._random = random_state()
         finally:
             set_random_state(before)
-        self.model_ = Model(self.net_)
         self.model_.compile(
             self.optimizer,
             self._loss(),
