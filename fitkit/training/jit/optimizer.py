@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -78,6 +79,8 @@ class Group:
         device = parameters[0].device if parameters else torch.device("cpu")
         if has_streams(device) and "capturable" in taken:
             self.settings["capturable"] = True  # all numbers stay on the GPU
+        for state in chain.from_iterable(self.states) if has_streams(device) else ():
+            torch._dynamo.mark_static_address(state)  # else CUDA graphs may not change it
         dtype = widest_dtype(device)
         self.rates: torch.Tensor = torch.tensor(self.last, dtype=dtype, device=device)
 
