@@ -62,6 +62,8 @@ def resolve_strategy(
     if cluster is None or cluster.launcher == "fitkit":
         # A script's own ranks read the words as rank 0 did before it started them.
         ids = parse_devices(devices, kind, machine)
+        if chosen is not None and _is_auto(devices):
+            ids = ids[: chosen.most_devices]
         if cluster is None and kind == "cpu" and (chosen is None or chosen.starts != "here"):
             _warn_of_many_processes(len(ids))
         check_agreement(None, len(ids), num_nodes)

@@ -2,6 +2,7 @@
 #pragma once
 #include <ATen/ATen.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <chrono>
 #include <list>
 #include <map>
 #include <mutex>

@@ -55,6 +55,12 @@ struct Lock { // reports once it is open: Python has a lock of its own
             for (auto &race : races) report("race", race.c_str());
     }
 };
+bool known(const Clock &clock) { // to the host
+    Lock lock;
+    for (auto &[k, t] : clock)
+        if (host[k] < t) return false;
+    return true;
+}
 void waits(const string &what, bool seen = true) { // seen: by torch.cuda.set_sync_debug_mode
     TORCH_CHECK(!(seen && debug_mode == 2), "called a synchronizing CUDA operation (", what, ")");
     if (report) report(seen ? "wait" : "wait unseen", what.c_str());

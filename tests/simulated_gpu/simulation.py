@@ -316,6 +316,10 @@ def _scatter(tensor, devices, sizes, dim, streams):
 
 def _register(torch):
     """Name the type that torch keeps for others "npu", with the module that such a backend has."""
+    if KIND == "cuda":
+        import cells
+
+        _kept.append(cells.register())
     if KIND != "npu":
         return
     torch.utils.rename_privateuse1_backend("npu")

@@ -6,6 +6,7 @@ namespace {
 struct Event {
     Clock clock;
     bool recorded = false, asked = false;
+    std::chrono::steady_clock::time_point time;
 };
 struct Guard final : c10::impl::DeviceGuardImplInterface {
     c10::DeviceType type() const override { return KIND; }
@@ -55,14 +56,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         if (!*e) *e = new Event;
         Lock lock;
         launch(key(s));
-        *(Event *)*e = {clocks[key(s)], true, false};
+        *(Event *)*e = {clocks[key(s)], true, false, std::chrono::steady_clock::now()};
     }
     void block(void *e, const Stream &s) const override {
         Lock lock;
         if (e) merge(clocks[key(s)], ((Event *)e)->clock);
     }
     bool queryEvent(void *e) const override { // not done yet when it is asked for the first time
-        if (!e || !((Event *)e)->recorded) return true;
+        if (!e || !((Event *)e)->recorded || known(((Event *)e)->clock)) return true;
         if (!std::exchange(((Event *)e)->asked, true) && LATE) return false;
         host_knows(((Event *)e)->clock);
         return true;
@@ -70,6 +71,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     void synchronizeEvent(void *e) const override {
         waits("Event.synchronize", false);
         if (e) host_knows(((Event *)e)->clock);
+    }
+    double elapsedTime(void *from, void *to, const DeviceIndex) const override { // in milliseconds
+        return std::chrono::duration<double, std::milli>(((Event *)to)->time - ((Event *)from)->time).count();
     }
     void destroyEvent(void *e, const DeviceIndex) const noexcept override { delete (Event *)e; }
     void recordDataPtrOnStream(const c10::DataPtr &p, const Stream &s) const override {

@@ -1,5 +1,6 @@
 """What the simulation itself must show."""
 
+import copy
 import os
 
 import pytest
@@ -89,6 +90,14 @@ def test_an_event_is_not_done_when_it_is_asked_for_the_first_time():
     assert (y == 1).all()
 
 
+def test_an_event_is_done_once_a_later_one_of_its_stream_is():
+    first, second = torch.cuda.Event(), torch.cuda.Event()
+    first.record(own())
+    second.record(own())
+    second.synchronize()
+    assert first.query()
+
+
 @pytest.mark.parametrize("act", [lambda x: x.sum().item(), lambda x: x[x > 0], lambda x: x.cpu()])
 def test_the_host_waits_where_it_reads(act):
     x = torch.ones(4, device=GPU)
@@ -159,3 +168,19 @@ def test_a_forked_process_is_refused():
             os._exit(0)
         os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "LSTMCell", "GRUCell"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_recurrent_layers_compute_what_the_cpu_computes(kind, bias):
+    here = getattr(torch.nn, kind)(4, 3, bias=bias)
+    there = copy.deepcopy(here).to(GPU)
+    x = torch.randn(5, 4) if "Cell" in kind else torch.randn(2, 5, 4)
+    gradients = []
+    for net in (here, there):
+        found = net(x.to(next(net.parameters()).device))
+        found = found[0] if isinstance(found, tuple) else found
+        found.square().sum().backward()
+        gradients.append([found, *(parameter.grad for parameter in net.parameters())])
+    for mine, own in zip(*gradients, strict=True):
+        torch.testing.assert_close(own.cpu(), mine)

@@ -47,8 +47,8 @@ class Strategy:
     class is right for one device. A subclass overrides what differs. An `Engine` can compute the
     gradients and updates of a training; return it from `engine_for`.
 
-    A subclass sets `name`, `starts`, `replicates`, `ranks_per_batch` and `has_engine`. The other
-    attributes are set on the object during a run.
+    A subclass sets `name`, `starts`, `replicates`, `most_devices`, `ranks_per_batch` and
+    `has_engine`. The other attributes are set on the object during a run.
 
     Attributes:
         devices, device_ids, precision: set by `connect`: the devices of this node's ranks, in rank
@@ -75,6 +75,8 @@ class Strategy:
     `"nodes"` is like `"here"`, but launchers may start one process on each node."""
     replicates = False
     """Whether a process can use several devices, with a replica of the module on each."""
+    most_devices: int | None = None
+    """How many devices it can use. None: all that there are, which `devices="auto"` then means."""
     ranks_per_batch: int = 1
     """How many neighbouring ranks compute each batch together. The other ranks see other data."""
     has_engine = False
@@ -273,6 +275,7 @@ class SingleDevice(Strategy):
     """
 
     name = "single_device"
+    most_devices = 1
 
     def connect(self, assignment: Assignment) -> Strategy:
         count = len(assignment.devices)

@@ -9,7 +9,7 @@ from fitkit.distributed.launchers.ranks import RankLauncher
 from fitkit.distributed.launchers.script import ScriptLauncher
 from fitkit.distributed.launchers.workers import WorkersLauncher
 from fitkit.distributed.resolve import resolve_strategy
-from fitkit.distributed.strategies import DDP, DDPSpawn, ddp
+from fitkit.distributed.strategies import DDP, DDPSpawn, SingleDevice, ddp
 from fitkit.distributed.world import World
 from fitkit.errors import ConfigurationError
 
@@ -69,6 +69,13 @@ def test_without_a_launcher(devices, strategy, name, launcher):
     assert (found.name, type(found.launcher)) == (name, launcher)
     assert found.world == World(0, 1 if devices == "auto" else devices)
     assert found.reads_on_rank_zero == (launcher is WorkersLauncher)
+
+
+@pytest.mark.parametrize("strategy", ["single_device", type("Own", (SingleDevice,), {})()])
+def test_all_devices_are_one_for_a_strategy_that_has_one(strategy):
+    assert resolved(strategy=strategy, machine=FOUR).devices == (torch.device("cuda", 0),)
+    with pytest.raises(ConfigurationError, match="has one device, but 2"):
+        resolved(2, strategy, machine=FOUR)
 
 
 def test_ddp_without_a_script_takes_workers_and_says_so(monkeypatch):
