@@ -23,6 +23,7 @@ LAYERS = {
     "arguments": 1,
     "outputs": 1,
     "random_states": 1,
+    "pickling": 1,
     "buffers": 1,
     "modes": 1,
     "distributed": 2,

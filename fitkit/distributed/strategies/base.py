@@ -76,7 +76,7 @@ class Strategy:
     replicates = False
     """Whether a process can use several devices, with a replica of the module on each."""
     most_devices: int | None = None
-    """How many devices it can use. None: all that there are, which `devices="auto"` then means."""
+    """How many devices it can use, which `devices="auto"` then means. None for any number."""
     ranks_per_batch: int = 1
     """How many neighbouring ranks compute each batch together. The other ranks see other data."""
     has_engine = False
