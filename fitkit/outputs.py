@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -113,10 +114,11 @@ def is_hugging_face(thing: object) -> bool:
     Such an output may have caches and hidden states beside its logits, which aren't outputs to
     train. Other libraries' outputs have entries of these names with other meanings.
     """
-    names = ("ModelOutput", "PreTrainedModel")
-    return any(
-        kind.__name__ in names and kind.__module__.partition(".")[0] == "transformers"
-        for kind in type(thing).__mro__
+    # Not by the names of its bases: in a compiled step torch can't iterate over them.
+    generic = sys.modules.get("transformers.utils.generic")
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return (generic is not None and isinstance(thing, generic.ModelOutput)) or (
+        modeling is not None and isinstance(thing, modeling.PreTrainedModel)
     )
 
 
