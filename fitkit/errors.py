@@ -306,3 +306,13 @@ def raised_in_torch(error: BaseException) -> bool:
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
     return frame is not None and frame.tb_frame.f_code.co_filename.startswith(_TORCH)
+
+
+def asked_by(error: BaseException) -> str:
+    """The part of fitkit that called what raised `error`: `"losses"`, `"metrics"`, `"training"`."""
+    found, frame = "", error.__traceback__
+    while frame is not None:
+        name = frame.tb_frame.f_globals.get("__name__", "")
+        found = name if name.startswith("fitkit.") else found
+        frame = frame.tb_next
+    return found.split(".")[1] if found else ""

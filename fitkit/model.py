@@ -298,8 +298,10 @@ class Model(Module):
                 weighted sum.
             weighted_metrics: metrics that weigh each sample by its sample weight (weighted mean).
             target: the entry of dict batches that holds the targets, if the data have no `y`. The
-                net gets the other entries. For several outputs, pass a list of names or a dict
-                `{output: name}`. Default None: `"labels"` or `"label"`, which the net gets, too.
+                net gets the other entries. Of an object, such as a batch of graphs, it is an
+                attribute, and the net gets the object whole. For several outputs, pass a list of
+                names or a dict `{output: name}`. Default None: `"labels"` or `"label"`, which the
+                net gets, too.
             lr_scheduler: a name, class, partial, factory `optimizer -> scheduler` or instance. Or a
                 dict with `"scheduler"`, `"interval"` (`"epoch"` or `"step"`), `"frequency"` (move
                 once in this many intervals; default 1) and `"monitor"` (the log that

@@ -268,7 +268,8 @@ class OptimizerChoice:
             raise ConfigurationError(
                 f"The optimizer holds {len(foreign)} parameters that aren't this model's (of "
                 f"shape {shapes}{', …' if len(foreign) > 3 else ''}), so it would train another "
-                "net. Make it over model.parameters(), or give its name or class.",
+                "net. Make it over model.parameters(), or give its name or class. Parameters of a "
+                "loss belong to the model if the loss is a torch.nn.Module that holds them.",
                 code="FK024",
             )
 

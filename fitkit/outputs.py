@@ -296,7 +296,11 @@ def by_output(
             found.update(dict.fromkeys(outputs.below(name), value))
         else:
             kind = type(value).__name__
-            refuse(name, f"is a {kind}", "Give a list in that order or a dict by name.")
+            advice = "Give a list in that order or a dict by name."
+            if what == "target" and name is None:
+                first = next(iter(outputs.names))
+                advice += f' If it is for one output, write loss={{"{first}": …}}.'
+            refuse(name, f"is a {kind}", advice)
 
     add(None, value)
     return found

@@ -192,7 +192,8 @@ def _tensor(value: Any, name: str) -> torch.Tensor:
     if not is_array(value):
         raise ArgumentTypeError(
             f"{name}={describe(value)} must be a NumPy array or a tensor (or a tuple, list or "
-            f"dict of them), not a {type(value).__name__}."
+            f"dict of them), not a {type(value).__name__}. One batch of another kind, such as a "
+            "graph, goes into a list: [batch]."
         )
     if isinstance(value, np.ma.MaskedArray):
         refuse_masked(value, name)
@@ -231,7 +232,7 @@ def _refuse_columns(frame: Any, name: str) -> None:
     Raises:
         ArgumentTypeError: with the first such column and what to write.
     """
-    dtypes = getattr(frame, "dtypes", None)
+    dtypes: Any = getattr(frame, "dtypes", None)
     if getattr(frame, "ndim", 1) != 2 or not hasattr(dtypes, "items"):
         return
     for column, dtype in dtypes.items():

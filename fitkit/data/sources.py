@@ -269,7 +269,7 @@ def _makes_batches(x: Any, y: Any, sample_weight: Any) -> bool:
     A tuple or a list of arrays is several inputs. Without `y`, a list of tuples, lists, objects or
     dicts of arrays is an iterable of batches.
     """
-    if isinstance(x, (DataLoader, Dataset)) or hasattr(x, "__getitems__"):
+    if isinstance(x, DataLoader) or _is_data_set(x):
         return True
     if isinstance(x, list) and any(isinstance(item, (DataLoader, Dataset)) for item in x):
         raise ConfigurationError(
@@ -468,6 +468,10 @@ def validation_parts(validation_data: Any) -> tuple[Any, Any, Any]:
     return validation_data, None, None
 
 
+def _is_data_set(x: Any) -> bool:
+    return isinstance(x, Dataset) or hasattr(x, "__getitems__")
+
+
 def check_data_type(x: Any, name: str = "x") -> None:
     """Refuse what can't be data at all.
 
@@ -478,6 +482,11 @@ def check_data_type(x: Any, name: str = "x") -> None:
         return
     if hasattr(x, "toarray") and not is_array(x):
         raise ArgumentTypeError(f"{name} is a sparse matrix. Write {name}.toarray().")
+    if isinstance(x, dict) and x and all(map(_is_data_set, x.values())):
+        raise ArgumentTypeError(
+            f"{name} is a {type(x).__name__} of {len(x)} data sets. Give one: "
+            f"{name}[{next(iter(x))!r}]."
+        )
     if isinstance(x, (list, tuple, dict)) and not x:
         raise ConfigurationError(f"{name} is empty: {x!r}.")
     if inspect.isroutine(x) and not is_array(x):

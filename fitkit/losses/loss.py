@@ -659,6 +659,19 @@ def _carried(prediction: Any) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def _as_returned(prediction: Any) -> str:
+    """What to write for a net that returns its loss, or several of them."""
+    if isinstance(prediction, torch.Tensor) and prediction.ndim == 0:
+        return " If this is the loss itself, write loss=lambda output, target: output."
+    entries = list(prediction.values()) if isinstance(prediction, Mapping) else []
+    if entries and all(isinstance(one, torch.Tensor) and one.ndim == 0 for one in entries):
+        return (
+            " If these are losses, write a training_step: self.log_dict(losses); return "
+            "sum(losses.values())."
+        )
+    return ""
+
+
 def _required(prediction: Any) -> torch.Tensor:
     """The loss in a net's output.
 
@@ -679,6 +692,6 @@ def _required(prediction: Any) -> torch.Tensor:
         "loss='cross_entropy'). "
         "Or let the net return an object with .loss (Hugging Face models do if the batch has "
         "labels) or a dict with 'loss'. Or define training_step, validation_step and "
-        "test_step in a subclass.",
+        f"test_step in a subclass.{_as_returned(prediction)}",
         code="FK015",
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -191,6 +192,12 @@ def joined(outputs: list[Any], samples: list[int] | None = None) -> Any:
     Raises:
         ConfigurationError: the outputs' shapes differ beyond the first dimension.
     """
+    if samples is not None and _are_samples_second(outputs, samples):
+        warn(
+            "predict joins the batches' outputs along their first dimension, but in outputs of "
+            f"shape {tuple(outputs[0].shape)} the samples are the second. Return "
+            "output.transpose(0, 1) from the net, or give its recurrent layers batch_first=True."
+        )
     try:
         return trees.concatenate(outputs, samples)
     except (RuntimeError, ValueError) as error:
@@ -198,6 +205,16 @@ def joined(outputs: list[Any], samples: list[int] | None = None) -> Any:
             "The outputs of the batches can't be joined: their shapes differ beyond the first "
             f"dimension ({error}). Use predict_on_batch for each batch."
         ) from error
+
+
+def _are_samples_second(outputs: list[Any], samples: list[int]) -> bool:
+    """Whether each of several batches has its samples in the second dimension, not the first."""
+    return len(outputs) > 1 and all(
+        isinstance(output, (torch.Tensor, np.ndarray))
+        and output.ndim > 1
+        and output.shape[0] != count == output.shape[1]
+        for output, count in zip(outputs, samples, strict=False)
+    )
 
 
 NOTHING = object()

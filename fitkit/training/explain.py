@@ -6,7 +6,8 @@ import contextlib
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from fitkit.errors import (
     SHAPE_ERRORS,
     ConfigurationError,
     FitkitError,
+    asked_by,
     raised_in_torch,
     with_code,
 )
 from fitkit.module import Module
+from fitkit.samples import LABELS
 
 ONE_SAMPLE = re.compile(r"Expected more than 1 value per channel")
 DEVICE_ERRORS = re.compile(r"same device|is on cpu, different from other tensors")
@@ -34,14 +37,32 @@ CALL_ERRORS = re.compile(
 )
 CHANNEL_ERRORS = re.compile(r"to have (\d+) channels")
 CONTAINER_ERRORS = re.compile(
-    r"'(dict|tuple|list)' object has no attribute|must be Tensor, not (dict|tuple|list)"
+    r"'(dict|tuple|list)' object has no attribute|must be Tensor, not (dict|tuple|list)|"
+    r"invalid combination of arguments - got \((dict|tuple|list)"
 )
 
 
 def raise_explained(
-    error: Exception, net: Callable[..., Any], x: Any, y: Any, name: str = "x"
+    error: Exception,
+    net: Callable[..., Any],
+    x: Any,
+    y: Any,
+    name: str = "x",
+    *,
+    needs_target: bool = False,
 ) -> None:
-    """Raise a clearer error for one that a batch caused, if `explained` knows one."""
+    """Raise a clearer error for one that a batch caused, if `explained` knows one.
+
+    Args:
+        needs_target: whether a batch without targets can't be right.
+    """
+    if needs_target and y is None and isinstance(x, Mapping) and len(x) > 1:
+        raise ConfigurationError(
+            f"A batch of {name} is a dict without targets beside it ({', '.join(x)}), "
+            f"which led to {type(error).__name__}: {error}\nIf one of these entries holds the "
+            f"targets, write for example compile(target={list(x)[-1]!r}). Otherwise give "
+            "(x, y) by a collate_fn."
+        ) from error
     explanation = None if isinstance(error, FitkitError) else explained(error, net, x, y, name)
     if explanation is not None:
         raise explanation from error
@@ -53,7 +74,7 @@ def explained(
     """Return a clearer error for one that a batch caused, or None.
 
     Returns None for errors that the user's own code raises, for out-of-memory errors and for all
-    unknown ones.
+    unknown ones. What is said of the net is said only of errors that arose in it.
 
     Args:
         error: the error.
@@ -66,22 +87,22 @@ def explained(
         return None
     text = str(error)
     given = shape_words(x, name)
+    if isinstance(y, (list, tuple)) and y and all(isinstance(one, Mapping) for one in y):
+        return ConfigurationError(
+            f"The targets are {len(y)} dicts, as detectors take them beside their images, which "
+            f"led to {type(error).__name__}: {error}\nWrite a training_step, which calls the net "
+            "with both: return sum(self.net(images, targets).values())."
+        )
     if not isinstance(error, RuntimeError) and not _raised_by_torch(error):
         return None
+    asked = asked_by(error)
+    if asked in ("losses", "metrics", "callbacks"):
+        return _of_targets(error, x, y, name) if asked == "losses" else None
     if isinstance(error, ValueError) and ONE_SAMPLE.search(text):
         return ConfigurationError(
             f"Batch normalisation can't train on one sample: {given}. Choose a batch_size that "
             "leaves no last batch of 1, or give a DataLoader with drop_last=True.",
             code="FK014",
-        )
-    if (
-        isinstance(error, (RuntimeError, ValueError))
-        and y is not None
-        and LENGTH_ERRORS.search(text)
-    ):
-        return ConfigurationError(
-            f"The loss needs a target for each prediction, but {given}, {shape_words(y, 'y')}. "
-            f"{_first_line(text)} Give a batch's x and y the same number of samples."
         )
     if isinstance(error, (RuntimeError, ValueError)) and SHAPE_ERRORS.search(text):
         advice = _channels_last(text, x) or (
@@ -119,26 +140,73 @@ def explained(
             "from 0 to num_embeddings - 1.",
             code="FK012",
         )
-    label = LABEL_ERRORS.search(text)
-    if isinstance(error, IndexError) and label:
-        return ConfigurationError(
-            f"y has the label {label.group(1)}, but the net gives fewer classes. Labels are class "
-            "numbers from 0 to the number of outputs - 1."
-        )
+    calls = list(_calls_in(error, net))
     whole = not isinstance(x, torch.Tensor) and CONTAINER_ERRORS.search(text)
-    if isinstance(error, (TypeError, AttributeError)) and whole:
+    if isinstance(error, (TypeError, AttributeError)) and whole and _takes_whole(calls, x):
+        target = next((key for key in LABELS if isinstance(x, Mapping) and key in x), None)
+        inside = "" if target is None else f" Or write compile(target={target!r})."
         return ConfigurationError(
             f"The net's forward{_signature(net)} takes a single input, so it got the "
             f"{type(x).__name__} whole: {given}. {_first_line(text)} Give the net one argument for "
-            "each input, or one tensor as x."
+            f"each input, or one tensor as x.{inside}"
         )
-    if isinstance(error, TypeError) and CALL_ERRORS.search(text):
+    if isinstance(error, TypeError) and CALL_ERRORS.search(text) and not any(map(_is_own, calls)):
         return ConfigurationError(
             f"The net's forward{_signature(net)} can't be called with this batch: {given}. "
             f"{_first_line(text)} A tuple goes to the net by position, a dict by keyword.",
             code="FK003",
         )
     return None
+
+
+def _of_targets(error: Exception, x: Any, y: Any, name: str) -> FitkitError | None:
+    """A clearer error for one that arose in a loss."""
+    text = str(error)
+    if y is None or not isinstance(error, (RuntimeError, ValueError, IndexError)):
+        return None
+    if LENGTH_ERRORS.search(text):
+        return ConfigurationError(
+            f"The loss needs a target for each prediction, but {shape_words(x, name)}, "
+            f"{shape_words(y, 'y')}. {_first_line(text)} Give a batch's x and y the same number of "
+            "samples."
+        )
+    if DTYPE_ERRORS.search(text):
+        return ConfigurationError(
+            f"The loss can't take numbers of this type: {shape_words(y, 'y')}. "
+            f"{_first_line(text)} Convert them: classes to integers (y.astype('int64')), all else "
+            "to floats (y.astype('float32')).",
+            code="FK002",
+        )
+    if label := LABEL_ERRORS.search(text):
+        return ConfigurationError(
+            f"y has the label {label.group(1)}, but the net gives fewer classes. Labels are class "
+            "numbers from 0 to the number of outputs - 1. If it marks what doesn't count, write "
+            f"loss=torch.nn.CrossEntropyLoss(ignore_index={label.group(1)})."
+        )
+    return None
+
+
+def _calls_in(error: Exception, net: Callable[..., Any]) -> Iterator[FrameType]:
+    """The calls of forward, of the net and of its layers, within which an error arose."""
+    modules = {id(module) for module in getattr(net, "modules", list)()}
+    step = error.__traceback__
+    while step is not None:
+        frame, step = step.tb_frame, step.tb_next
+        is_fitkits = frame.f_globals.get("__name__", "").startswith("fitkit.")
+        if not is_fitkits and frame.f_code.co_name == "forward" and frame.f_code.co_argcount:
+            itself = frame.f_locals.get(frame.f_code.co_varnames[0])
+            if id(itself) in modules:
+                yield frame
+
+
+def _is_own(call: FrameType) -> bool:
+    """Whether it is the user's forward. Torch's containers only pass their inputs on."""
+    return not call.f_globals.get("__name__", "").startswith("torch.")
+
+
+def _takes_whole(calls: list[FrameType], x: Any) -> bool:
+    """Whether the net got the inputs as one argument."""
+    return bool(calls) and any(value is x for value in calls[0].f_locals.values())
 
 
 def _channels_last(text: str, x: Any) -> str:
@@ -176,7 +244,7 @@ def _layer(error: Exception, net: Callable[..., Any]) -> str:
 
 
 def _first_line(text: str) -> str:
-    line = text.strip().splitlines()[0].strip()
+    line = text.strip().splitlines()[0].strip().removesuffix(", but expected one of:")
     return f"torch says: {line}{'' if line.endswith('.') else '.'}"
 
 

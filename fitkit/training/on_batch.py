@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from contextlib import AbstractContextManager
 from operator import attrgetter, is_
 from typing import Any
@@ -11,10 +12,19 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
 from fitkit import trees
-from fitkit.data.arrays import made_dense
+from fitkit.data.arrays import (
+    as_tensors,
+    is_array,
+    is_array_tree,
+    is_sparse_matrix,
+    made_dense,
+    wide_dtype,
+)
+from fitkit.data.batches import check_weights
 from fitkit.data.sources import array_batch, check_data_type
 from fitkit.hooks import STEP_HOOKS, evaluation_stage
 from fitkit.losses.class_weights import ClassWeights
@@ -30,6 +40,7 @@ from fitkit.modes import (
 from fitkit.module import Module
 from fitkit.optimizers import is_schedule_free, members_of, needs_closure
 from fitkit.outputs import EMPTY_MEAN
+from fitkit.samples import Reading, reading
 from fitkit.training.evaluate import joined, on_host, sees_only_torchs
 from fitkit.training.explain import raise_explained
 from fitkit.training.log import warn_of_empty
@@ -69,6 +80,9 @@ FLAGS = ("benchmark", "deterministic", "matmul_precision")
 
 PLAIN = ("torch.nn.", "fitkit.")
 """The beginnings of the names of modules whose classes' code doesn't change."""
+
+PLAIN_VALUES = (numbers.Number, str, bytes, type(None))
+"""What no net computes with. Inputs of these alone are refused with what to write."""
 
 AS_IN_NUMPY = {
     torch.from_numpy(np.zeros(1, name)).dtype: np.dtype(name)
@@ -345,10 +359,48 @@ def _fused_states(model: Module) -> list[Any]:
 
 
 def as_batch(arrays: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-    """Convert one batch's arrays to tensors."""
+    """Convert one batch's arrays to tensors. Other inputs stay, as in the batches of a loader."""
     check_data_type(arrays[0])
+    if _is_as_loaded(arrays[0], arrays[1]):
+        return _loaded_batch(arrays, dtype)
     batch: tuple[Any, ...] = array_batch(*arrays, float_dtype=dtype)
     return batch if type(batch[0]) is torch.Tensor else made_dense(batch)
+
+
+def _is_as_loaded(x: Any, y: Any) -> bool:
+    """Whether inputs aren't arrays of rows, but what a loader's batches may have.
+
+    Such are lists with one entry per sample, packed sequences, objects of a library, and texts
+    beside tensors.
+    """
+    if is_array(x) or is_sparse_matrix(x):
+        return False
+    if isinstance(x, PackedSequence):
+        return True
+    found = list(trees.leaves(x))
+    if all(isinstance(leaf, PLAIN_VALUES) for leaf in found):
+        return False
+    if not all(map(is_array, found)):
+        return True
+    if not isinstance(x, (list, tuple)) or (kind := reading(x)) is Reading.PARTS:
+        return False
+    # Of dicts with equally many rows, the targets say whether each is a sample.
+    is_one_each = is_array(y) and len(x) == len(y) != found[0].shape[0]
+    return kind is Reading.SAMPLES or is_one_each
+
+
+def _loaded_batch(arrays: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    """A batch of inputs that stay as they are."""
+    x, y, sample_weight = arrays
+    wide = wide_dtype(dtype)
+    parts = [x]
+    if y is not None:
+        is_arrays = is_array_tree(y, gaps=True)
+        parts.append(as_tensors(y, "y", wide, target=True) if is_arrays else y)
+    if sample_weight is not None:
+        parts.append(as_tensors(sample_weight, "sample_weight", wide))
+        check_weights(parts[-1], "sample_weight")
+    return tuple(parts)
 
 
 def _batch_facts(batch: tuple[Any, ...]) -> list[Any]:

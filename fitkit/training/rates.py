@@ -188,10 +188,10 @@ class Rates:
         resumed = arguments.resumed
         length = _warm_up_length(compilation.warmup_epochs, updates)
         done = arguments.initial_epoch * (updates or 0) + before
-        if resumed is not None and resumed.warm_up is None:  # it is over, or never was
-            length = min(length, done)
-        elif resumed is not None:
+        if resumed is not None and resumed.warm_up is not None:
             done = round(resumed.warm_up["done"] * resumed.shares / self._data_ranks.world_size)
+        elif resumed is not None:  # it is over, or never was
+            length = min(length, done)
         span = Span(arguments.epochs, updates, length, arguments.initial_epoch, before)
         self._schedulers: list[PlannedScheduler] = state.schedulers_for(
             model, span, resumes=resumed is not None

@@ -399,14 +399,8 @@ class CompiledStep:
                 f"A batch of {self.name} has only inputs ({shape_words(x, 'x')}), but the first "
                 "batch had targets too. Give (x, y) in each batch."
             ) from error
-        if y is None and isinstance(x, Mapping) and self.loss.own is None and len(x) > 1:
-            raise ConfigurationError(
-                f"A batch of {self.name} is a dict without targets beside it ({', '.join(x)}), "
-                f"which led to {type(error).__name__}: {error}\nIf one of these entries holds the "
-                f"targets, write for example compile(target={list(x)[-1]!r}). Otherwise give "
-                "(x, y) by a collate_fn."
-            ) from error
-        raise_explained(error, self.wrapped.module, x, y, self.name)
+        needs = self.loss.own is None
+        raise_explained(error, self.wrapped.module, x, y, self.name, needs_target=needs)
 
     def _check(self, prediction: Any, x: Any, y: Any) -> None:
         """Check the first batch for everything that shows before an update."""
@@ -445,7 +439,8 @@ def labels_inside(x: Any) -> Any:
 def unpacker_of(model: Module, name: str | None = None) -> Callable[[Any], tuple[Any, Any, Any]]:
     """The function that splits a model's batches into inputs, targets and weights.
 
-    This is `unpack_batch`, or one that finds the targets of `compile(target=…)` in dict batches.
+    This is `unpack_batch`, or one that finds the targets of `compile(target=…)` among a dict's
+    entries or an object's attributes. An object goes to the net whole.
 
     Args:
         name: the data's name for messages; None if the targets may be missing.
@@ -459,6 +454,8 @@ def unpacker_of(model: Module, name: str | None = None) -> Callable[[Any], tuple
     def taken_apart(batch: Any) -> tuple[Any, Any, Any]:
         x, y, weight = unpack_batch(batch)
         if not isinstance(x, Mapping):
+            if y is None and keys and all(hasattr(x, str(key)) for key in keys):
+                y = trees.map_leaves(lambda key: getattr(x, key), target)
             return x, y, weight
         if y is None and keys <= set(x):
             y = trees.map_leaves(lambda key: x[key], target)
@@ -487,13 +484,15 @@ def check_inputs(x: Any, weight: Any, name: str) -> None:
         if all(isinstance(leaf, plain) for leaf in trees.leaves(x)):
             raise ConfigurationError(
                 f"A batch of {name} has no tensor: {shape_words(x, 'its input')}. A batch is "
-                "(x, y) or (x, y, sample_weight) of tensors or NumPy arrays."
+                "(x, y) or (x, y, sample_weight) of tensors or NumPy arrays. If the data are one "
+                "batch, such as one graph, write [batch]."
             )
     wrong = [leaf for leaf in trees.leaves(weight) if not isinstance(leaf, torch.Tensor)]
     if any(leaf is not None for leaf in wrong):
         raise ConfigurationError(
             f"A batch's sample_weight holds a {type(wrong[0]).__name__}; it must be a tensor or "
-            "array of one weight per sample."
+            "array of one weight per sample. Leave out a third entry of another meaning, such as "
+            "names of files, in a collate_fn, or write a training_step."
         )
     check_weights(
         weight,

@@ -199,7 +199,7 @@ class DDP(Strategy):
             return wrapped
         can_compile = compiles and wrapped.is_bare and not self.has_engine
         carrier = self._new_carrier(module) if may_count else None
-        wrapper = DDPWrapper(wrapped, carrier, self.configure_ddp)
+        wrapper = DDPWrapper(wrapped, carrier, self.configure_ddp, type(self).__name__)
         if can_compile and wrapper.is_replaceable:
             wrapper.drop()
             wrapped = self.wrap_for_evaluation(module)
@@ -259,6 +259,7 @@ class DDPWrapper:
         carrier: an extra parameter to average (`WrappedModel.count_parameter`), if the wrapper
             averages exactly; else None.
         configure: makes torch's wrapper (`DDP.configure_ddp`).
+        kind: the strategy's class, for messages.
     """
 
     def __init__(
@@ -266,7 +267,9 @@ class DDPWrapper:
         wrapped: WrappedModel,
         carrier: torch.nn.Parameter | None,
         configure: Callable[[torch.nn.Module], torch.nn.Module],
+        kind: str = "DDP",
     ) -> None:
+        self._kind = kind.removesuffix("Strategy")
         self._configure = configure
         self._ddp: Any = configure(StepRouter(wrapped, carrier))
         if carrier is not None and not _averages_exactly(self._ddp):
@@ -287,7 +290,7 @@ class DDPWrapper:
                 "Parameters of the net took no part in the last step's loss"
                 f"{_unused_names(self.wrapped.module, error)}. "
                 "Freeze them (requires_grad = False), use them, or write "
-                "strategy=DDPStrategy(find_unused_parameters=True).",
+                f"strategy={self._kind}Strategy(find_unused_parameters=True).",
                 code="FK045",
             ) from error
 

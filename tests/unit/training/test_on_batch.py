@@ -1,6 +1,7 @@
 """`train_on_batch` and its kin in one's own loop: what is kept, and what ends that."""
 
 import copy
+import dataclasses
 import gc
 import threading
 import weakref
@@ -583,3 +584,60 @@ def test_several_outputs_and_weights_go_the_long_way():
         expected = (errors if given is None else errors * given).mean().item()
         assert single.test_on_batch(X, y, given) == pytest.approx(expected, rel=1e-5)
         assert single.train_on_batch(X, y, given) == pytest.approx(expected, rel=1e-5)
+
+
+class Reads(nn.Module):
+    def __init__(self, read):
+        super().__init__()
+        self.layer, self.read = nn.Linear(2, 1), read
+
+    def forward(self, x):
+        return self.layer(self.read(x))
+
+
+@dataclasses.dataclass
+class Points:
+    """An object of a library."""
+
+    rows: torch.Tensor
+    num_graphs: int = 4
+
+    def to(self, device, non_blocking=False):
+        return Points(self.rows.to(device))
+
+
+SAMPLE_LISTS = {
+    "dicts": ([{"a": torch.ones(2)}] * 4, lambda x: torch.stack([one["a"] for one in x])),
+    "unlike tensors": (
+        [torch.ones(rows, 2) for rows in (3, 1, 2, 2)],
+        lambda x: torch.stack([one.sum(0) for one in x]),
+    ),
+    "pairs": ([(torch.ones(2), "a")] * 4, lambda x: torch.stack([one for one, _ in x])),
+    "texts beside": ({"t": ["a", "b", "c", "d"], "x": torch.ones(4, 2)}, lambda x: x["x"]),
+    "packed": (
+        nn.utils.rnn.pack_sequence([torch.ones(rows, 2) for rows in (3, 2, 2, 1)]),
+        lambda x: nn.utils.rnn.pad_packed_sequence(x, batch_first=True)[0][:, 0],
+    ),
+    "objects": (Points(torch.ones(4, 2)), lambda x: x.rows),
+}
+
+
+@pytest.mark.parametrize("case", SAMPLE_LISTS)
+def test_verbs_of_one_batch_take_what_batches_of_fit_have(case):
+    x, read = SAMPLE_LISTS[case]
+    y, models = torch.arange(4.0)[:, None], []
+    for train in (
+        lambda model: model.fit([(x, y)], verbose=0),
+        lambda model: model.train_on_batch(x, y),
+    ):
+        torch.manual_seed(0)
+        model = fitkit.Model(Reads(read))
+        model.compile("sgd", "mse", learning_rate=0.1, accelerator="cpu")
+        train(model)
+        models.append(model)
+    fitted, trained = models
+    for one, other in zip(fitted.parameters(), trained.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert trained.test_on_batch(x, y) == fitted.evaluate([(x, y)], verbose=0)
+    expected = trained.net(x).detach().numpy()
+    assert np.array_equal(trained.predict_on_batch(x), expected)
