@@ -219,12 +219,12 @@ def test_private_slots_are_kept():
 
 
 @dataclasses.dataclass
-class Failure(Exception):
+class FailureError(Exception):
     score: int
 
 
 def test_bases_that_are_written_in_c_make_their_own():
-    assert trees.map_leaves(lambda leaf: 2 * leaf, Failure(1)) == Failure(2)
+    assert trees.map_leaves(lambda leaf: 2 * leaf, FailureError(1)) == FailureError(2)
     found = trees.map_leaves(lambda leaf: 2 * leaf, torch.Size([2, 3]))
     assert type(found) is torch.Size and found == (4, 6)
 
