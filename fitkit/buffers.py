@@ -1,7 +1,8 @@
-"""Buffers that a module replaces or resizes while it trains, and how old values come back."""
+"""What a module replaces or resizes while it trains beside its weights, and how it comes back."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -45,6 +46,15 @@ def places_of(module: nn.Module, *, buffers: bool = True) -> dict[str, Place]:
         held: Any = part._parameters if key in part._parameters else part._buffers
         found[name] = Place(held, key)
     return found
+
+
+def extra_states(module: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """Copies of what submodules keep beside their tensors, for their `set_extra_state`."""
+    return [
+        (part, copy.deepcopy(part.get_extra_state()))
+        for part in module.modules()
+        if type(part).get_extra_state is not nn.Module.get_extra_state
+    ]
 
 
 def resize_buffers(module: nn.Module, state: Mapping[str, Any]) -> None:

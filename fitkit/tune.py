@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from fitkit.accelerators import empty_cache, kept_random_numbers
 from fitkit.arguments import check_choice, check_count, check_number
-from fitkit.buffers import places_of
+from fitkit.buffers import extra_states, places_of
 from fitkit.callbacks.base import Callback, Logs, from_all_ranks
 from fitkit.callbacks.rates import set_rate
 from fitkit.callbacks.watches import BatchLosses
@@ -436,6 +436,7 @@ def untouched(model: Model) -> Iterator[None]:
         for place in places
         if (tensor := place.tensor) is not None
     ]
+    extra = [found for module in modules for found in extra_states(module)]
     notes = {name: vars(model)[name] for name in NOTES if name in vars(model)}
     recorded = {name: getattr(record, name) for name in RECORDED}
     had, restore = dict(vars(state)), state.restorer()
@@ -461,6 +462,8 @@ def untouched(model: Model) -> Iterator[None]:
         with torch.no_grad():
             for place, before in weights:
                 place.put(before)
+        for part, before in extra:
+            part.set_extra_state(before)
         for name in NOTES:
             vars(model).pop(name, None)
         vars(model).update(notes)

@@ -185,15 +185,16 @@ class EarlyStopping(Callback):
     def _restore(self) -> None:
         weights, self.best_weights = self.best_weights, None
         assert weights is not None
-        resize_buffers(self.model, weights)
-        self.model.load_state_dict(weights)
+        module = self.model._weights_module()
+        resize_buffers(module, weights)
+        module.load_state_dict(weights)
 
     def _keep_weights(self, epoch: int) -> None:
         self.best_epoch = epoch
         if self.restore_best_weights:
             # Within an epoch, a schedule-free optimizer holds the weights that it trains at.
             with self._monitored.weights(self), self.model._fitkit.fit_state.evaluated():
-                self.best_weights = copied_to_host(self.model.state_dict())
+                self.best_weights = copied_to_host(self.model._weights_module().state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         kept = {name: getattr(self, name) for name in KEPT}

@@ -29,6 +29,7 @@ from fitkit.checkpoint.formats import (
     SUFFIXES,
     OpenWeights,
     StoredFile,
+    encode_extra,
     encode_weights,
     software,
     weights_in,
@@ -85,10 +86,11 @@ def save_checkpoint(
         save_folder(path, state_dict, state, Solo())
         return
     numbering, weights = Numbering(), collect_weights(state_dict)
+    places = numbering.add_all(weights.tensors)
     content = {
         "kind": _CHECKPOINT,
         "software": software(),
-        "weights": encode_weights(weights, numbering.add_all(weights.tensors)),
+        "weights": encode_weights(weights, places, encode_extra(weights.extra, numbering)),
         "state": encode_state(state, numbering),
     }
     write_container(path, content, numbering.arrays)

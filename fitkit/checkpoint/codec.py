@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fitkit.arguments import describe
-from fitkit.checkpoint.arrays import Numbering
+from fitkit.arguments import describe, dtype_name
+from fitkit.checkpoint.arrays import Numbering, dtype_named
 from fitkit.errors import ConfigurationError
 
 #: How deep a state may be nested; what a file nests deeper is refused.
@@ -32,7 +32,8 @@ def encode_state(value: Any, numbering: Numbering, place: str = "state", depth: 
 
     Args:
         value: None, bool, int, float, str, bytes, list, tuple, dict, set, OrderedDict (read back
-            as a dict), Counter; tensors, NumPy arrays and scalars; nested at will.
+            as a dict), Counter, torch.Size, torch.dtype; tensors, NumPy arrays and
+            scalars; nested at will.
         numbering: collects the arrays of the file.
         place: what `value` is called in messages.
         depth: how deep it lies in what is encoded.
@@ -56,6 +57,10 @@ def encode_state(value: Any, numbering: Numbering, place: str = "state", depth: 
         return value if abs(value) < LARGEST_DECIMAL else {"int": hex(value)}
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode("ascii")}
+    if kind is torch.Size:
+        return {"size": list(value)}
+    if kind is torch.dtype and dtype_named(dtype_name(value)) is value:
+        return {"dtype": dtype_name(value)}
     if kind in (list, tuple, set):
         items = [within(item, f"{place}[{index}]") for index, item in enumerate(value)]
         if kind is list:
@@ -90,7 +95,8 @@ def encode_state(value: Any, numbering: Numbering, place: str = "state", depth: 
     raise ConfigurationError(
         f"{place}={describe(value)} can't be written to a file: only pickle could store a "
         f"{kind.__name__}, and pickles can run code when they are read. Use plain data "
-        "(None, booleans, numbers, strings, bytes, lists, tuples, dicts, sets) and tensors.",
+        "(None, booleans, numbers, strings, bytes, lists, tuples, dicts, sets, sizes, dtypes) and "
+        "tensors.",
         code="FK057",
     )
 
@@ -161,6 +167,17 @@ class _Decoder:
                 return tuple(self.decode(part, depth))
             case "set":
                 return set(self._keys(part, depth))
+            case "size":
+                if not all(type(n) is int and 0 <= n < LARGEST_DECIMAL for n in part):
+                    raise ValueError("its state has a size that isn't of numbers from 0")
+                return torch.Size(part)
+            case "dtype":
+                dtype = dtype_named(part)
+                if dtype is None:
+                    raise ValueError(
+                        f"its state has the dtype {part[:40]!r}, which is unknown here"
+                    )
+                return dtype
             case "dict":
                 return {key: self.decode(item, depth + 1) for key, item in part.items()}
             case "items" | "Counter":
@@ -199,8 +216,8 @@ class _Decoder:
 
 #: What the value of each kind is in JSON.
 _WRITTEN_AS: dict[str, Any] = {
-    **dict.fromkeys(("int", "bytes"), str),
-    **dict.fromkeys(("tuple", "set", "items", "Counter"), list),
+    **dict.fromkeys(("int", "bytes", "dtype"), str),
+    **dict.fromkeys(("tuple", "set", "size", "items", "Counter"), list),
     "dict": dict,
     **dict.fromkeys(("tensor", "array", "scalar"), int),
 }

@@ -10,7 +10,7 @@ import contextlib
 import os
 import platform
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import PurePath
@@ -22,6 +22,7 @@ import torch
 
 from fitkit.arguments import describe
 from fitkit.checkpoint.arrays import Described, Numbering
+from fitkit.checkpoint.codec import decode_state, encode_state
 from fitkit.checkpoint.container import read_container, refusals, write_container
 from fitkit.checkpoint.frozen import NOTHING_FROZEN, Frozen, add_note
 from fitkit.errors import ArgumentTypeError, CheckpointError, FitkitError, is_out_of_memory
@@ -35,7 +36,7 @@ class Weights:
 
     Attributes:
         tensors: parameters and buffers by name. Those that share their memory are tied.
-        extra: the other entries of the state dict (`get_extra_state`): plain data.
+        extra: the other entries of the state dict (`get_extra_state`): plain data and tensors.
         versions: the version of each submodule's state, by the submodule's name.
         frozen: the parameters that are left out on purpose.
     """
@@ -248,10 +249,11 @@ class HDF5:
     def write(self, path: str | os.PathLike[str], weights: Weights) -> None:
         """Write a file with nothing but `weights`."""
         numbering = Numbering()
+        places = numbering.add_all(weights.tensors)
         content = {
             "kind": "weights",
             "software": software(),
-            "weights": encode_weights(weights, numbering.add_all(weights.tensors)),
+            "weights": encode_weights(weights, places, encode_extra(weights.extra, numbering)),
         }
         write_container(path, content, numbering.arrays)
 
@@ -272,11 +274,34 @@ def software() -> dict[str, str]:
     }
 
 
-def encode_weights(weights: Weights, places: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a document that describes weights, whose tensors are at these places."""
+def encode_extra(extra: Mapping[str, Any], numbering: Numbering) -> dict[str, Any]:
+    """A state dict's entries that aren't tensors, as JSON by name.
+
+    Raises:
+        ConfigurationError: something in them can't be written to a file.
+    """
+    encoded: dict[str, Any] = encode_state(dict(extra), numbering, "state_dict")["dict"]
+    return encoded
+
+
+def decode_extra(encoded: object, read: Callable[[int], torch.Tensor]) -> dict[str, Any]:
+    """What `encode_extra` was given; ValueError where it can't be."""
+    found: dict[str, Any] = decode_state({"dict": encoded}, read)
+    return found
+
+
+def encode_weights(
+    weights: Weights, places: Mapping[str, Any], extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The part of a document that describes weights.
+
+    Args:
+        places: where each tensor is, by name.
+        extra: what `encode_extra` made of the other entries.
+    """
     return {
         "tensors": dict(places),
-        "extra": dict(weights.extra),
+        "extra": dict(extra),
         "versions": dict(weights.versions),
         **({"frozen": weights.frozen.as_data()} if weights.frozen.dtypes else {}),
     }
@@ -316,14 +341,17 @@ def weights_in(path: str, arrays: StoredFile) -> OpenWeights:
             "Give the path of a file of weights or of a checkpoint."
         )
     with refusals(path):
-        extra, versions, places = (_mapping(part, key) for key in ("extra", "versions", "tensors"))
+        encoded, versions, places = (
+            _mapping(part, key) for key in ("extra", "versions", "tensors")
+        )
         frozen = Frozen.from_data(part.get("frozen"))
         if not all(type(version) is int for version in versions.values()):
             raise ValueError("its versions aren't numbers")
         if not all(map(arrays.has, places.values())):
             raise ValueError("it names tensors that it doesn't have")
-        if extra.keys() & places.keys():
+        if encoded.keys() & places.keys():
             raise ValueError("one name stands for a tensor and for other data")
+        extra = decode_extra(encoded, lambda number: arrays.read(arrays.place_of(number)))
     described = {name: arrays.describe(place) for name, place in places.items()}
     return OpenWeights(path, arrays, places, described, extra, versions, frozen)
 

@@ -14,7 +14,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import torch
@@ -29,7 +29,7 @@ from fitkit.checkpoint.arrays import (
     write_array,
 )
 from fitkit.checkpoint.atomic import HeldInterrupts, replacing
-from fitkit.checkpoint.formats import FORMATS, OpenWeights, Weights
+from fitkit.checkpoint.formats import FORMATS, OpenWeights, Weights, decode_extra, encode_extra
 from fitkit.checkpoint.frozen import Frozen
 from fitkit.checkpoint.header import damaged, digest_of, former, open_file, unreadable
 from fitkit.checkpoint.remote import downloaded, is_url
@@ -57,6 +57,7 @@ _LARGEST_HEADER = 32 << 20
 _METADATA = "__metadata__"
 _OURS = "fitkit."
 _VERSIONS = "fitkit.versions"
+_EXTRA = "fitkit.extra"
 _FROZEN = "fitkit.frozen"
 _DIGEST = "fitkit.xxh3-128"
 _NO_DIGEST = "0" * 32
@@ -78,8 +79,9 @@ class SafeTensors:
         with open_tensors(path) as file:
             places = {**{tensor: tensor for tensor in file.described}, **file.aliases}
             described = {tensor: file.described[place] for tensor, place in places.items()}
+            extra = _extra(name, file.metadata, places)
             texts = _versions(name, file.metadata), _frozen(name, file.metadata)
-            yield OpenWeights(name, file, places, described, {}, *texts, foreign=True)
+            yield OpenWeights(name, file, places, described, extra, *texts, foreign=True)
 
 
 def write_tensors(path: str | os.PathLike[str], weights: Weights, texts: Mapping[str, str]) -> str:
@@ -88,19 +90,16 @@ def write_tensors(path: str | os.PathLike[str], weights: Weights, texts: Mapping
     Returns:
         The file's digest.
     """
-    if weights.extra:
-        raise ConfigurationError(
-            f"state_dict[{next(iter(weights.extra))!r}] isn't a tensor, and a .safetensors "
-            "file holds nothing else. Save to a file that ends in .h5."
-        )
     metadata = {"format": "pt", _VERSIONS: json.dumps(weights.versions), _DIGEST: _NO_DIGEST}
     if weights.frozen.dtypes:
         metadata[_FROZEN] = json.dumps(weights.frozen.as_data())
+    if weights.extra:
+        metadata[_EXTRA] = json.dumps(encode_extra(weights.extra, _NoTensors()))
     header: dict[str, Any] = {_METADATA: metadata}
     numbering = Numbering()
     names: dict[int, str] = {}
     for name, tensor in weights.tensors.items():
-        if name in ("format", _VERSIONS, _FROZEN, _DIGEST, _METADATA):
+        if name in ("format", _VERSIONS, _EXTRA, _FROZEN, _DIGEST, _METADATA):
             raise ConfigurationError(f"A .safetensors file can't hold the name {name!r}.")
         if not has_dtype(tensor):
             raise ConfigurationError(
@@ -133,6 +132,16 @@ def write_tensors(path: str | os.PathLike[str], weights: Weights, texts: Mapping
         file.write(_encode(header))
         interrupts.deliver()
     return metadata[_DIGEST]
+
+
+class _NoTensors(Numbering):
+    """Refuses tensors among other values: the header has only texts."""
+
+    def add(self, value: object) -> int:
+        raise ConfigurationError(
+            "a .safetensors file can't hold a tensor within other values. Save to a file that ends "
+            "in .h5."
+        )
 
 
 def has_dtype(tensor: torch.Tensor) -> bool:
@@ -277,6 +286,19 @@ def _versions(path: str, metadata: Mapping[str, str]) -> dict[str, int]:
         if isinstance(versions, dict) and all(type(v) is int for v in versions.values()):
             return versions
     raise damaged(path, "its versions can't be read")
+
+
+def _extra(path: str, metadata: Mapping[str, str], tensors: Container[str]) -> dict[str, Any]:
+    def refuse(number: int) -> torch.Tensor:
+        raise ValueError("it names tensors")
+
+    try:
+        extra = decode_extra(json.loads(metadata.get(_EXTRA, "{}")), refuse)
+    except (ConfigurationError, ValueError, RecursionError):
+        raise damaged(path, "its entries that aren't tensors can't be read") from None
+    if any(name in tensors for name in extra):
+        raise damaged(path, "one name stands for a tensor and for other data")
+    return extra
 
 
 def _frozen(path: str, metadata: Mapping[str, str]) -> Frozen:

@@ -45,6 +45,7 @@ from fitkit.checkpoint.formats import (
     FORMATS,
     OpenWeights,
     Weights,
+    encode_extra,
     encode_weights,
     software,
     weights_in,
@@ -176,6 +177,7 @@ class Content:
         self._weights = collect_weights(ordinary)
         self._names = [name for name in state_dict if name not in self._weights.extra]
         self._spread = {name: value.detach() for name, value in spread.items()}
+        self._extra = encode_extra(self._weights.extra, self._numbering)
         self._state = None if state is None else encode_state(state, self._numbering)
         self.ties: dict[str, str] = _ties(self._spread)
 
@@ -206,7 +208,7 @@ class Content:
         content: dict[str, Any] = {
             "kind": "weights" if self._state is None else "checkpoint",
             "software": software(),
-            "weights": encode_weights(self._weights, places),
+            "weights": encode_weights(self._weights, places, self._extra),
             "numbers": self._numbering.places,
             "files": {},
             "shards": {key: describe_tensor(tensor) for key, tensor in tensors.items()},

@@ -17,9 +17,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fitkit.arguments import check_flag, describe, dtype_name
-from fitkit.checkpoint.arrays import storable, takes_bytes
-from fitkit.checkpoint.container import check_plain_data
-from fitkit.checkpoint.formats import OpenWeights, Weights, format_of, open_weights
+from fitkit.checkpoint.arrays import Numbering, storable, takes_bytes
+from fitkit.checkpoint.formats import OpenWeights, Weights, encode_extra, format_of, open_weights
 from fitkit.checkpoint.frozen import noted
 from fitkit.distributed.meta_tensors import fill_meta
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError, warn
@@ -171,7 +170,8 @@ def save_weights(path: str | os.PathLike[str], state_dict: Mapping[str, Any]) ->
 
     Tensors of any device, layout in memory and dtype are written as they are; tensors that share
     their memory are written once. Entries that aren't tensors (`get_extra_state`) must be plain
-    data: None, booleans, numbers, strings, and lists and dicts of these.
+    data: None, booleans, numbers, strings, bytes, lists, tuples, dicts, sets, `torch.Size`, dtypes
+    and tensors, nested at will.
 
     Args:
         path: the file; the end of its name says the format (`.h5`). An existing one is replaced.
@@ -207,10 +207,19 @@ def collect_weights(state_dict: Mapping[str, Any]) -> Weights:
         if isinstance(value, torch.Tensor):
             tensors[name] = _storable(name, value)
         else:
-            check_plain_data(value, f"state_dict[{name!r}]")
             extra[name] = value
+    encode_extra(extra, _TensorsOnly())  # refuses what some format can't hold
     metadata = getattr(state_dict, "_metadata", {})
     return Weights(tensors, extra, _versions(metadata), noted(metadata))
+
+
+class _TensorsOnly(Numbering):
+    """Refuses NumPy's arrays, which a `.pt` file would need code for."""
+
+    def add(self, value: object) -> int:
+        if not isinstance(value, torch.Tensor):
+            raise ConfigurationError(f"{describe(value)} is NumPy's. Make it a tensor.")
+        return super().add(value)
 
 
 def _storable(name: str, tensor: torch.Tensor) -> torch.Tensor:

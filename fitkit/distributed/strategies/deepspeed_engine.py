@@ -274,7 +274,9 @@ class ZeroTraining(Engine):
                 if any(p is not None for p in part._parameters.values()):
                     self._handles.append(part.register_state_dict_post_hook(partial(self._give)))
                     self._gather_for_load(part)
-        self._handles.append(self._module.register_load_state_dict_post_hook(self._take))
+        # A model's net may be given its weights by itself.
+        for part in (self._module, *self._module.children()):
+            self._handles.append(part.register_load_state_dict_post_hook(self._take))
 
     def _gather_for_load(self, part: nn.Module) -> None:
         """Make a submodule's parameters whole while they take numbers from a state dict."""

@@ -27,16 +27,6 @@ class Tied(torch.nn.Module):
         self.b.weight = self.a.weight
 
 
-class Stateful(torch.nn.Module):
-    state = None
-
-    def get_extra_state(self):
-        return {"count": 3}
-
-    def set_extra_state(self, state):
-        self.state = state
-
-
 SUFFIXES = [".safetensors", ".pt", ".pth"]
 
 
@@ -102,16 +92,6 @@ def test_tied_weights_pass_to_and_from_the_safetensors_package(tmp_path):
     other = Tied()
     load_weights(path, other)
     assert_same_weights(module, other)
-
-
-def test_extra_state_goes_into_pt_and_is_named_for_safetensors(tmp_path):
-    save_weights(tmp_path / "w.pt", Stateful().state_dict())
-    module = Stateful()
-    load_weights(tmp_path / "w.pt", module)
-    assert module.state == {"count": 3}
-    with pytest.raises(ConfigurationError, match="'_extra_state'.*isn't a tensor.*ends in .h5"):
-        save_weights(tmp_path / "w.safetensors", Stateful().state_dict())
-    assert os.listdir(tmp_path) == ["w.pt"]
 
 
 def test_a_dtype_that_safetensors_lacks_is_named(tmp_path):

@@ -357,7 +357,6 @@ def test_convert_goes_round_all_formats(tmp_path, capsys):
         ("no.h5", "b.dcp", "There is no"),
         ("w.h5", "w.h5", "into itself"),
         ("w.h5", "w.zip", "suffix='.zip' is not a known suffix"),
-        ("w.h5", "w.safetensors", "isn't a tensor"),
         ("bad.dcp", "b.h5", "isn't a checkpoint of fitkit's"),
     ],
 )
