@@ -59,7 +59,7 @@ def encode_state(value: Any, numbering: Numbering, place: str = "state", depth: 
         return {"bytes": base64.b64encode(value).decode("ascii")}
     if kind is torch.Size:
         return {"size": list(value)}
-    if kind is torch.dtype and dtype_named(dtype_name(value)) is value:
+    if isinstance(value, torch.dtype) and dtype_named(dtype_name(value)) is value:
         return {"dtype": dtype_name(value)}
     if kind in (list, tuple, set):
         items = [within(item, f"{place}[{index}]") for index, item in enumerate(value)]
