@@ -116,7 +116,7 @@ class Holder:
     pass
 
 
-@pytest.mark.parametrize("value", [object(), Holder(), {"a": [Holder]}, torch.qint8], ids=repr)
+@pytest.mark.parametrize("value", [object(), Holder(), {"a": [Holder]}, torch.qint8], ids=range(4))
 def test_what_only_pickle_could_hold_is_refused_with_its_place(tmp_path, value):
     for name in FORMATS:
         with pytest.raises(ConfigurationError, match=r"FK057|_extra_state"):
