@@ -96,6 +96,8 @@ CODES = {
     "FK061": "a loss that sums over a batch",
     "FK070": "a copy of a model that the ranks hold in parts",
     "FK071": "a callback in two running calls of fit",
+    "FK072": "compiled code that gives other numbers",
+    "FK073": "a failure of torch's compiler",
 }
 """What each code stands for. A code is never used again for something else."""
 

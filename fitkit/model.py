@@ -80,6 +80,7 @@ class Record:
         jit_update: the training steps that `jit_compile` has compiled; None before.
         jit_passes: the compiled steps of evaluation and prediction.
         needs_gradients: whether the net was seen to compute gradients in its forward.
+        uncompiled: why `jit_compile` computes the net as written; None while it doesn't.
         doubts: say once that batches' entries disagree on their samples.
     """
 
@@ -93,6 +94,7 @@ class Record:
     jit_update: Any = None
     jit_passes: dict[str, Any] = dataclasses.field(default_factory=dict)
     needs_gradients: bool = False
+    uncompiled: str | None = None
     doubts: Doubts = dataclasses.field(default_factory=Doubts)
 
     def __copy__(self) -> Record:

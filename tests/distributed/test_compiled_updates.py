@@ -24,7 +24,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fitkit
-from fitkit.training.jit.programs import Programs, UncompiledError
+from fitkit.training.jit.programs import Programs
+from fitkit.training.jit.tracing import UncompiledError
 
 RANK = int(os.environ.get("RANK", 0))
 # Traced and differentiated as for torch's own compiler, but computed operation by operation.
@@ -165,12 +166,46 @@ def a_rank_that_cannot_compile(what, warns):
     assert len(texts) == warns[RANK], texts
 
 
+def a_rank_whose_compiler_is_wrong(what, warns):
+    '''Its first graph makes the update, its second one computes gradients.'''
+    made = 0
+
+    def backend(graph, inputs):
+        nonlocal made
+        made += 1
+        is_wrong = RANK == 1 and made == what
+
+        def run(*given):
+            found = graph.forward(*given)
+            if is_wrong:
+                with torch.no_grad():
+                    (given if what == 1 else found)[-1].mul_(1.01)
+            return found
+
+        return run
+
+    torch._dynamo.register_backend(backend, name=f"wrong_{what}")
+    model = compiled(net(), jit_compile={"backend": f"wrong_{what}"})
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        fit(model, X[:48], Y[:48], epochs=2)
+    assert_same(model, reference(net(), Y, rows=48))
+    texts = [str(w.message) for w in seen if "FK072" in str(w.message)]
+    assert len(texts) == warns[RANK] and all("differs by" in text for text in texts), texts
+    jit = model._fitkit.jit_update
+    assert (jit.stopped is not None) == bool(warns[RANK])
+    assert (jit._optimizing.stopped is not None) == (what == 1)  # alike on all ranks
+    torch.save([*model.parameters()], f"wrong{what}_{RANK}.pt")
+
+
 if __name__ == "__main__":
     counts_accumulation_and_clipping()
     batch_normalisation_and_a_resumed_fit()
     an_own_step_and_a_batch_for_one_rank_alone()
     a_rank_that_cannot_compile("the step", (0, 1))
     a_rank_that_cannot_compile("the update", (1, 1))
+    a_rank_whose_compiler_is_wrong(1, (1, 1))
+    a_rank_whose_compiler_is_wrong(2, (0, 1))
     print("all the same")
 """
 
@@ -183,8 +218,9 @@ def test_two_compiled_functions_and_an_exchange_give_what_undivided_batches_give
         timeout=patience(230), env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert (ran.returncode, ran.stdout) == (0, "all the same\n"), ran.stderr
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1)]
-    assert all(map(torch.equal, *ranks))  # to the last bit
+    for name in ("rank", "wrong1_", "wrong2_"):
+        ranks = [torch.load(tmp_path / f"{name}{rank}.pt") for rank in (0, 1)]
+        assert all(map(torch.equal, *ranks))  # to the last bit
 
 
 class FailsOnRankOne(fitkit.callbacks.Callback):

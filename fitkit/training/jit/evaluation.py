@@ -13,16 +13,17 @@ from fitkit import trees
 from fitkit.errors import warn
 from fitkit.module import Module
 from fitkit.training.jit.graph_calls import Batch
-from fitkit.training.jit.net import as_written
+from fitkit.training.jit.net import as_written, compute_as_written
 from fitkit.training.jit.programs import (
     FEWEST_TOGETHER,
     Programs,
-    UncompiledError,
     compiles_steps,
     copied,
     shapes_of,
 )
+from fitkit.training.jit.proof import MisfitError
 from fitkit.training.jit.traced import TracedStep
+from fitkit.training.jit.tracing import UncompiledError
 from fitkit.training.step import CompiledStep, PredictStep
 
 FEWEST_FUSED = 24
@@ -209,6 +210,9 @@ class JitPass:
             for batch in held:
                 self._run_plainly(batch)  # raises the error if the batch itself is wrong
             self.stopped = True
+            if isinstance(error, MisfitError):
+                compute_as_written(self._model, error)
+                return
             warn(f"jit_compile compiles the net alone in {self._programs.what}: {error}")
             return
         if isinstance(step, PredictStep):
@@ -272,7 +276,7 @@ def jit_pass(
     something wraps the net (replicas, shards).
     """
     compilation = model._fitkit.compilation
-    if not compiles_steps(compilation.jit_compile):
+    if not compiles_steps(compilation.jit_compile) or model._fitkit.uncompiled is not None:
         return None
     if not isinstance(step, (CompiledStep, PredictStep)) or not step.wrapped.is_bare:
         return None

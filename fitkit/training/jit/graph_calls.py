@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
 from fitkit.training.jit.loop import looped
+from fitkit.training.jit.proof import Proven, compiler, facts_of, proven_loop
 
 Batch = tuple[Any, ...]
 """A batch's inputs, targets and weights, on the device; the number of steps comes after stacks."""
@@ -46,7 +46,8 @@ class GraphCalls:
         self._most = most
         self.steps: torch.Tensor | None = None
         self.is_steady: bool = False
-        self._backend, self._options = backend, options or {}
+        self._backend = backend
+        self._options: dict[str, Any] = {"options": options} if options else {}
         self._is_watched = False
         self._latest: Callable[..., Any] | None = None  # the graph of the last call
         self._ran: Callable[..., Any] | None = None  # the graph that the watched call ran
@@ -62,20 +63,18 @@ class GraphCalls:
 
     def __call__(self, module: Any, inputs: Any) -> Callable[..., Any]:
         """Compile a graph for torch."""
-        options: dict[str, Any] = {}
-        if self._backend == "inductor":
-            named = {name.replace("-", "_"): value for name, value in self._options.items()}
-            options = {"config_patches": named}
-        elif self._options:
-            options = {"options": self._options}
-        compile_graph = partial(torch._dynamo.lookup_backend(self._backend), **options)
+        facts = facts_of(module, self._options.get("options"))
+        compile_graph = compiler(self._backend, **self._options)
+        compiled: Callable[..., Any]
         if self.steps is None:
-            compiled = compile_graph(module, inputs)
+            compiled = Proven(facts, compile_graph(module, inputs))
         else:
             self.is_steady = False
             if int(self.steps) > 1:
                 raise RuntimeError("something has changed since the last step")
-            compiled = looped(module, inputs, self.steps, self._most, compile_graph)
+            number = next(index for index, one in enumerate(inputs) if one is self.steps)
+            loop = looped(module, inputs, number, self._most, compile_graph)
+            compiled = proven_loop(facts, loop, number)
         self._failures = 0
 
         def graph(*given: Any) -> Any:

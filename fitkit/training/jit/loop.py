@@ -83,7 +83,7 @@ NUMBERS = "the step takes numbers that change"
 def looped(
     step: fx.GraphModule,
     inputs: Sequence[Any],
-    steps: torch.Tensor,
+    number: int,
     most: int,
     compile_graph: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
 ) -> Callable[..., Any]:
@@ -92,7 +92,7 @@ def looped(
     Args:
         step: the graph of one step, which returns what `marked` does. It may change its inputs.
         inputs: the inputs of the first call, which have the shapes of all others.
-        steps: which of them is the step's place. The loop takes the number of steps instead.
+        number: which of them is the step's place. The loop takes the number of steps instead.
         most: the most steps in a call.
         compile_graph: compiles a graph for inputs.
 
@@ -117,7 +117,6 @@ def looped(
     if mark.target is not torch.add or mark.args[1] != len(found):
         raise RuntimeError("the step keeps tensors for later")
     count = len(inputs)
-    number = next(index for index, one in enumerate(inputs) if one is steps)
 
     def body(place: torch.Tensor, *passed: torch.Tensor) -> tuple[torch.Tensor]:
         own, stacks = list(passed[:count]), passed[count:]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
-from fitkit.errors import ConfigurationError
+from fitkit.errors import ConfigurationError, warn
 from fitkit.module import Module
 from fitkit.training.jit.passes import with_passes
-from fitkit.training.jit.tracing import compiled_net
+from fitkit.training.jit.proof import Backend, MisfitError
+from fitkit.training.jit.tracing import UncompiledError, compiled, why_uncompiled
 
 NUMBERS = itertools.count()
 """The numbers in the names of `give_own_code`."""
@@ -31,16 +35,59 @@ def compile_net(model: Module, options: bool | dict[str, Any]) -> None:
         ConfigurationError: torch refuses the arguments.
     """
     target = _module_to_compile(model)
+    model._fitkit.uncompiled = None
     if options is False:
         target._compiled_call_impl = None
         return
+    call, given = _call_of(target), {} if options is True else options
+    arguments = with_passes(given)
     try:
-        call = compiled_net(_call_of(target), **with_passes({} if options is True else options))
+        torch.compile(call, **copy.deepcopy(arguments))  # refuses what it doesn't know
     except Exception as error:
         raise ConfigurationError(
             f"jit_compile={options!r} isn't accepted by torch.compile: {error}"
         ) from error
-    target._compiled_call_impl = call
+    target._compiled_call_impl = _with_last_resort(model, call, arguments)
+
+
+def _with_last_resort(
+    model: Module, call: Callable[..., Any], arguments: dict[str, Any]
+) -> Callable[..., Any]:
+    """Compile a net's call, which runs as written where the compiler fails.
+
+    What fails within a call is left out piece by piece, since nothing may run twice. The net runs
+    as written from the next call on. If its own code raises an error, that one reaches the user,
+    and tells nothing of the compiler.
+    """
+    failures: list[Exception] = []
+    backend = Backend(arguments.get("backend", "inductor"), partial(compute_as_written, model))
+    compiled_call = compiled(
+        call,
+        None if arguments.get("fullgraph") else failures.append,  # then the user wants the error
+        **{**arguments, "backend": backend},
+    )
+
+    def with_last_resort(*args: Any, **kwargs: Any) -> Any:
+        failures.clear()
+        found = compiled_call(*args, **kwargs)
+        if failures:
+            compute_as_written(model, UncompiledError(why_uncompiled(failures[0])))
+        return found
+
+    with_last_resort._torchdynamo_inline = call  # type: ignore[attr-defined]  # in a whole step
+    return with_last_resort
+
+
+def compute_as_written(model: Module, why: UncompiledError) -> None:
+    """Compile nothing of a model any more, until `compile` is called; say why, once."""
+    if model._fitkit.uncompiled is not None:
+        return
+    model._fitkit.uncompiled = str(why)
+    _module_to_compile(model)._compiled_call_impl = None
+    if isinstance(why, MisfitError):
+        warn(f"jit_compile gave other numbers, so this is computed as written: {why}", "FK072")
+    else:
+        warn(f"torch's compiler failed, so the net is computed as written: {why}", "FK073")
 
 
 @contextlib.contextmanager
@@ -60,7 +107,8 @@ def as_written(model: Module) -> Iterator[None]:
 
 def compile_on_this_rank(model: Module, options: bool | dict[str, Any]) -> None:
     """Compile the net if it came from another process; modules are sent uncompiled."""
-    if options is not False and _module_to_compile(model)._compiled_call_impl is None:
+    is_compiled = _module_to_compile(model)._compiled_call_impl is not None
+    if options is not False and not is_compiled and model._fitkit.uncompiled is None:
         _name_globals(model)
         compile_net(model, options)
 

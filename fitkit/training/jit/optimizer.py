@@ -23,7 +23,10 @@ from fitkit.errors import warn
 from fitkit.module import Module
 from fitkit.optimizers import HOW, class_of, members_of
 from fitkit.training.jit.loop import at
-from fitkit.training.jit.programs import MOST_STEPS, Programs, UncompiledError
+from fitkit.training.jit.net import compute_as_written
+from fitkit.training.jit.programs import MOST_STEPS, Programs
+from fitkit.training.jit.proof import MisfitError
+from fitkit.training.jit.tracing import UncompiledError
 
 
 class Group:
@@ -174,11 +177,13 @@ class JitOptimizer:
 
     Attributes:
         stopped: why the optimizer's step isn't compiled; None while it is.
+        misfit: how the compiled step gave other numbers, on some rank; None if it didn't.
     """
 
     def __init__(self, options: bool | dict[str, Any]) -> None:
         self._programs = Programs(options, "the update")
         self.stopped: str | None = None
+        self.misfit: MisfitError | None = None
 
     def announces(self, is_announced: bool) -> None:
         """Set whether to print that something is being compiled."""
@@ -193,7 +198,7 @@ class JitOptimizer:
             parameters: the trainable parameters.
         """
         compilation = model._fitkit.compilation
-        self._ranks = compilation.strategy.collectives
+        self._model, self._ranks = model, compilation.strategy.collectives
         self._device: str = compilation.strategy.device.type
         self._clip_value = compilation.gradient_clip_val
         self._clip_algorithm = compilation.gradient_clip_algorithm
@@ -304,6 +309,10 @@ class JitOptimizer:
             else:
                 self._run()
                 self._updates += 1
+        except MisfitError as error:
+            self.stopped, self.misfit = str(error), error
+            compute_as_written(self._model, error)
+            return False
         except UncompiledError as error:
             self.stop(str(error))
             return False

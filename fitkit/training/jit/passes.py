@@ -14,6 +14,10 @@ EARLY = "joint_custom_pre_pass"
 """The compiler's option for what changes a graph before all of its patterns."""
 
 
+EXACT = {"fallback_random": True}
+"""The compiler's options with which random numbers are those of the code as written."""
+
+
 def with_passes(given: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the arguments of `torch.compile` with which its compiler computes the right numbers.
 
@@ -28,7 +32,7 @@ def with_passes(given: Mapping[str, Any], own: Mapping[str, Any] | None = None) 
 
     mode = arguments.pop("mode", None)
     of_mode = {} if mode is None else list_mode_options(mode)
-    options = {**(own or {}), **of_mode, **(arguments.get("options") or {})}
+    options = {**EXACT, **(own or {}), **of_mode, **(arguments.get("options") or {})}
     theirs = options.get(EARLY, getattr(config, EARLY))
     options[EARLY] = without_alphas(*(theirs if isinstance(theirs, (list, tuple)) else [theirs]))
     return {**arguments, "options": options}

@@ -22,7 +22,8 @@ from fitkit.optimizers import needs_closure
 from fitkit.training.jit.graph_calls import GraphCalls
 from fitkit.training.jit.net import give_own_code
 from fitkit.training.jit.passes import faster, with_passes
-from fitkit.training.jit.tracing import compiled
+from fitkit.training.jit.proof import Backend
+from fitkit.training.jit.tracing import UncompiledError, compiled, why_uncompiled
 
 ON_CPU = {"size_asserts": False}
 """Options of torch's compiler, besides the user's, on a CPU.
@@ -50,10 +51,6 @@ MOST_STEPS, MOST_COPIES = 32, 8
 Where there is no loop, each is a copy of the step's graph, which takes one to two seconds to
 compile.
 """
-
-
-class UncompiledError(Exception):
-    """Says why a step, or a part of it, can't be compiled."""
 
 
 class Programs:
@@ -142,9 +139,11 @@ class Programs:
                     found = program(function, given)
                 else:
                     found = graph.watched(partial(program, function, given), batches)
-        except _compilers_errors() as error:
+        except (UncompiledError, *_compilers_errors()) as error:
             if is_new and self.is_announced:
                 print(flush=True)
+            if isinstance(error, UncompiledError):
+                raise
             raise UncompiledError(why_uncompiled(error)) from error
         if is_new:
             self._compiled[key] = program
@@ -196,6 +195,8 @@ class Programs:
         if most or (shapes is not None and device == "cpu"):
             self._graphs[key] = GraphCalls(backend, options.pop("options", None), most)
             options["backend"] = self._graphs[key]
+        else:
+            options["backend"] = Backend(backend)
         return compiled(program, **options)
 
 
@@ -211,6 +212,8 @@ def compiles_updates(model: Module) -> bool:
     compilation, state = model._fitkit.compilation, model._fitkit.fit_state
     strategy = compilation.strategy
     if not compiles_steps(compilation.jit_compile) or not model._updates_all:
+        return False
+    if model._fitkit.uncompiled is not None:
         return False
     if strategy.precision.scaler(strategy.device) is not None:
         return False
@@ -259,22 +262,6 @@ def copied(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.clone()
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
-
-
-def why_uncompiled(error: BaseException) -> str:
-    """Say why torch couldn't compile something: its error's first line, and the user's line."""
-    text = str(error).strip()
-    if OTHERS_LEARN in text:
-        return OTHERS_LEARN
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
-    first, *rest = lines
-    if first.endswith("raised:") and rest:  # "backend='inductor' raised:", then the error itself
-        first = f"{first} {rest[0]}"
-    places = [line for line in rest if line.startswith("File ")]
-    return f"{first.rstrip('.')} ({places[-1]})" if places else first.rstrip(".")
-
-
-OTHERS_LEARN = "which parameters have a gradient changes from batch to batch"
 
 
 def _compilers_errors() -> tuple[type[Exception], ...]:

@@ -19,7 +19,8 @@ from fitkit.losses.compiled import total_of
 from fitkit.module import Module
 from fitkit.samples import samples_in
 from fitkit.training.jit.graph_calls import Batch
-from fitkit.training.jit.programs import UncompiledError, copied
+from fitkit.training.jit.programs import copied
+from fitkit.training.jit.tracing import UncompiledError
 from fitkit.training.own_step import OwnStep, loss_in
 from fitkit.training.step import CompiledStep, PredictStep, is_plain_wrapper, number_of
 

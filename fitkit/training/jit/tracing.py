@@ -14,7 +14,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
+
+
+class UncompiledError(Exception):
+    """Says why a step, or a part of it, can't be compiled."""
+
 
 SETTINGS = {
     "specialize_float": True,  # a changed float is compiled again, as a changed integer is
@@ -24,39 +28,30 @@ SETTINGS = {
 """Settings of `torch._dynamo.config` while torch traces, if this torch has them."""
 
 
-def compiled_net(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Return what `compiled` does, for a net that DDP may call.
-
-    Then torch puts tracers for DDP's buckets in place of the one that `compiled` changes. So the
-    settings hold around the whole call, which takes 0.1 ms.
-    """
-    alone, within_ddp = compiled(function, **options), torch.compile(function, **options)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if DistributedDataParallel._active_ddp_module is None:
-            return alone(*args, **kwargs)
-        with _settings():
-            return within_ddp(*args, **kwargs)
-
-    return call
-
-
-def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def compiled(
+    function: Callable[..., Any],
+    failed: Callable[[Exception], None] | None = None,
+    **options: Any,
+) -> Callable[..., Any]:
     """Return `torch.compile(function, **options)`, traced with `SETTINGS`.
 
     The settings hold only while torch traces this function, also when it does so again. So calls
     cost nothing more, and what others compile is traced as ever.
+
+    Args:
+        failed: takes an error of the compiler's, of any class. Then the function's frame at hand
+            runs as written in this call. None: `UncompiledError` is raised instead.
     """
     found = torch.compile(function, **options)
     inner: Any = found
     cells = dict(zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True))
     tracer = getattr(cells["self"].cell_contents, "callback", None) if "self" in cells else None
     if hasattr(tracer, TRACER):
-        setattr(tracer, TRACER, _Traced(getattr(tracer, TRACER)))
+        setattr(tracer, TRACER, _Traced(getattr(tracer, TRACER), failed))
         return found
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _settings():
+        with _settings(suppress_errors=failed is not None):
             return found(*args, **kwargs)
 
     return call  # this torch has the tracer elsewhere
@@ -69,27 +64,40 @@ TRACER = "_torchdynamo_orig_backend"
 class _Traced:
     """Torch's function that traces a frame, with `SETTINGS`."""
 
-    def __init__(self, tracer: Any) -> None:
-        self._torchdynamo_orig_backend = tracer  # torch follows this name to the backend
+    def __init__(self, tracer: Any, failed: Callable[[Exception], None] | None) -> None:
+        self._tracer, self._failed = tracer, failed
+        self._torchdynamo_orig_backend = getattr(tracer, TRACER)  # torch follows it to the backend
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _settings():
-            return self._torchdynamo_orig_backend(*args, **kwargs)
+        try:
+            with _settings():
+                return self._tracer(*args, **kwargs)
+        except Exception as error:
+            if self._failed is None:
+                raise UncompiledError(why_uncompiled(error)) from error
+            from torch._dynamo.types import ConvertFrameReturn
+
+            self._failed(error)
+            return ConvertFrameReturn(apply_to_code=False, skip_reason="the compiler failed")
+
+    def _clone_with_backend(self, backend: Any) -> _Traced:
+        """Return what traces for another backend: for DDP's, which has a graph for each bucket."""
+        return _Traced(self._tracer._clone_with_backend(backend), self._failed)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._torchdynamo_orig_backend, name)
+        return getattr(self._tracer, name)
 
 
 _lock = threading.RLock()
 
 
 @contextmanager
-def _settings() -> Iterator[None]:
+def _settings(**more: Any) -> Iterator[None]:
     from torch._dynamo import config
     from torch._dynamo.variables import misc, user_defined
 
     known = {name: SETTINGS[name] for name in SETTINGS if hasattr(config, name)}
-    with _lock, config.patch(dict[str, Any](known)), ExitStack() as stack:
+    with _lock, config.patch({**known, **more}), ExitStack() as stack:
         for module in (user_defined, misc):
             if hasattr(module, "call_random_fn"):
                 stack.enter_context(patch.object(module, "call_random_fn", _refuse_draw))
@@ -106,3 +114,19 @@ def _refuse_draw(*args: Any) -> Any:
         explanation="torch would read the number as another type",
         hints=[],
     )
+
+
+def why_uncompiled(error: BaseException) -> str:
+    """Say why torch couldn't compile something: its error's first line, and the user's line."""
+    text = str(error).strip()
+    if OTHERS_LEARN in text:
+        return OTHERS_LEARN
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    first, *rest = lines
+    if first.endswith("raised:") and rest:  # "backend='inductor' raised:", then the error itself
+        first = f"{first} {rest[0]}"
+    places = [line for line in rest if line.startswith("File ")]
+    return f"{first.rstrip('.')} ({places[-1]})" if places else first.rstrip(".")
+
+
+OTHERS_LEARN = "which parameters have a gradient changes from batch to batch"

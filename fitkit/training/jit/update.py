@@ -30,17 +30,12 @@ from fitkit.module import Module
 from fitkit.random_states import random_state, set_random_state
 from fitkit.training.jit.graph_calls import Batch
 from fitkit.training.jit.loop import at, marked, stacked
-from fitkit.training.jit.net import as_written
+from fitkit.training.jit.net import as_written, compute_as_written
 from fitkit.training.jit.optimizer import JitOptimizer
-from fitkit.training.jit.programs import (
-    OTHERS_LEARN,
-    Programs,
-    UncompiledError,
-    copied,
-    most_steps,
-    shapes_of,
-)
+from fitkit.training.jit.programs import Programs, copied, most_steps, shapes_of
+from fitkit.training.jit.proof import MisfitError
 from fitkit.training.jit.traced import TracedOwnStep, TracedStep
+from fitkit.training.jit.tracing import OTHERS_LEARN, UncompiledError
 from fitkit.training.own_step import OwnStep
 from fitkit.training.step import CompiledStep
 
@@ -199,7 +194,7 @@ class JitUpdate:
             try:
                 found = self._run(batch)
             except UncompiledError as error:
-                if not self._updates:
+                if not self._updates or isinstance(error, MisfitError):
                     raise
                 self._updates = False  # perhaps only the optimizer's step can't be compiled
                 found = self._run(batch)
@@ -224,6 +219,11 @@ class JitUpdate:
     def _stop(self, error: UncompiledError) -> None:
         """Use no compiled functions for batches from now on, and warn."""
         self.stopped = str(error)
+        if isinstance(error, MisfitError):
+            if not self._exchanges:  # otherwise it must be alike on all ranks, and fits
+                self._optimizing.stopped = self.stopped
+            compute_as_written(self._model, error)
+            return
         update = self._is_part and self._optimizing.stopped is None
         what = "the net and the update" if update else "the net alone"
         warn(f"jit_compile compiles {what}, not the whole step: {error}")
@@ -303,6 +303,8 @@ class JitUpdate:
                     found = self._run(*batches)
                 self._traced.note_together(found, batches)
                 return
+            except MisfitError as error:
+                self._stop(error)
             except UncompiledError as error:
                 if len(batches) == 1 or not self._loops:  # otherwise something has changed
                     self._join_no_more(error)
@@ -362,7 +364,10 @@ class JitUpdate:
 
     def update(self) -> bool:
         """Make the update of a complete group; return whether that was done."""
-        return self._is_part and self._optimizing()
+        is_done = self._is_part and self._optimizing()
+        if self._optimizing.misfit is not None:  # on some rank
+            self.stopped = str(self._optimizing.misfit)
+        return is_done
 
     def _run(self, *batches: Batch) -> Any:
         """Run the program for batches of these shapes; compile it if they are the first."""
@@ -372,6 +377,8 @@ class JitUpdate:
             try:  # a loop of one step, so that only the loop is compiled
                 losses, kept, _ = self._run_loop(batches)
                 return *traced.result_at(0, losses, kept), None
+            except MisfitError:
+                raise
             except UncompiledError as error:
                 self._join_no_more(error)
         with traced.running():

@@ -11,7 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fitkit
 from fitkit.training.jit.graph_calls import GraphCalls
 from fitkit.training.jit.passes import faster
-from fitkit.training.jit.programs import traces_gradients, why_uncompiled
+from fitkit.training.jit.programs import traces_gradients
+from fitkit.training.jit.tracing import why_uncompiled
 from tests.compiling import HAS_COMPILER, TRACED, Branching, compiled_anew
 
 pytestmark = pytest.mark.skipif(not traces_gradients(), reason="this torch compiles no gradients")
