@@ -139,7 +139,7 @@ class Programs:
                     found = program(function, given)
                 else:
                     found = graph.watched(partial(program, function, given), batches)
-        except (UncompiledError, *_compilers_errors()) as error:
+        except _compilers_errors() as error:
             if is_new and self.is_announced:
                 print(flush=True)
             if isinstance(error, UncompiledError):
@@ -265,10 +265,10 @@ def copied(leaf: Any) -> Any:
 
 
 def _compilers_errors() -> tuple[type[Exception], ...]:
-    """Return the errors that torch's compiler raises; torch 2.13 has no public names for them."""
+    """Return the errors of `compiled`; torch 2.13 has no public names for its compiler's."""
     from torch._dynamo import exc  # takes a second, so only users who compile wait for it
 
-    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
+    return UncompiledError, exc.TorchDynamoException, exc.FailOnRecompileLimitHit
 
 
 def _nothing() -> None:

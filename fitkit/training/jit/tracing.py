@@ -39,7 +39,7 @@ def compiled(
     cost nothing more, and what others compile is traced as ever.
 
     Args:
-        failed: takes an error of the compiler's, of any class. Then the function's frame at hand
+        failed: takes an error of the compiler's, of any class. Then the frame that torch reads
             runs as written in this call. None: `UncompiledError` is raised instead.
     """
     found = torch.compile(function, **options)
