@@ -25,6 +25,7 @@ from fitkit.modes import kept_in_evaluation, modes_restored, to_training
 from fitkit.module import Module
 from fitkit.random_states import random_state, set_random_state
 from fitkit.schedulers import VALIDATION_NAME
+from fitkit.training import unsaved
 from fitkit.training.evaluate import evaluate_source, users_look
 from fitkit.training.log import LazyLogs, reduced, warn_of_empty
 from fitkit.training.optimizing import warn_of_flags
@@ -141,6 +142,7 @@ class Fit:
         # Create the optimizers after the module is on its device.
         state = model._fitkit.fit_state
         self.optimizers: list[Optimizer] = state.optimizers_for(model)
+        unsaved.note(model)
         warn_of_flags(model)
         self.strategy.engine = self.strategy.engine_for(model, self.optimizers)
         held_out_target = None if self.held_out is None else self.held_out.target

@@ -203,6 +203,7 @@ class FitState:
         trains: whether schedule-free optimizers hold the weights that they train at, instead of
             those for evaluation and saving.
         stored_weights: each optimizer's training weights in a checkpoint made within an epoch.
+        unsaved: digests of the buffers that state dicts leave out, before the first training.
     """
 
     optimizers: list[Optimizer] = dataclasses.field(default_factory=list)
@@ -222,6 +223,7 @@ class FitState:
     stored_groups: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     trains: bool = False
     stored_weights: list[list[torch.Tensor]] = dataclasses.field(default_factory=list)
+    unsaved: dict[str, str] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy: everything but the run. Its lists are its own."""

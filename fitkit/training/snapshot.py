@@ -18,6 +18,7 @@ from fitkit.callbacks import History
 from fitkit.errors import ArgumentTypeError, CheckpointError, FitkitError, warn
 from fitkit.module import Module
 from fitkit.optimizers import OPTIMIZERS, class_of, held_by, instances_in, load_state, put_rate
+from fitkit.training import unsaved
 from fitkit.training.check_state import (
     check_progress,
     check_scheduler_state,
@@ -192,6 +193,7 @@ def training_state(
             for plan in state.schedulers
         ],
         "losses": _losses_of(model),
+        "buffers": unsaved.changed(model),
         "scalings": [scaling.state_dict() for scaling in state.scalings],
         "updates": state.updates,
         "rate_factor": state.rate_factor,
@@ -253,6 +255,7 @@ def load(
         if not isinstance(training, dict) or not isinstance(stored, (dict, type(None))):
             raise CheckpointError(f"{name} has no training state. Use load_weights.")
         check_training(training, name)
+        unsaved.check(training, name)
         progress = None if stored is None else Progress.from_dict(stored, name)
         if progress is not None:
             check_progress(progress, training, name)
@@ -264,7 +267,9 @@ def load(
         restore = checked_training(model, training, name, targets)
         agree(progress)
         told = differences(model, name, found.state.get("compiled"), training)
+        unsaved.note(model)
         _assign(model, weights, restore, name)
+        unsaved.restore(model, training)
         model._fitkit.kept_steps.drop()
         if model._fitkit.fit_state.trains:  # loaded within an epoch
             model._fitkit.fit_state.train()

@@ -1,0 +1,76 @@
+"""Buffers that state dicts leave out (`persistent=False`), as far as a training changes them.
+
+A checkpoint holds those that aren't as they were before the training, such as a memory of what the
+net has seen. Tables that never change, such as masks, stay out of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+from fitkit.arguments import dtype_name
+from fitkit.buffers import Place
+from fitkit.checkpoint.arrays import STORED_AS
+from fitkit.errors import CheckpointError
+from fitkit.module import Module
+from fitkit.tensors import bytes_of
+
+
+def note(model: Module) -> None:
+    """Note what these buffers are before the first training; later calls do nothing."""
+    state = model._fitkit.fit_state
+    if state.unsaved is None:
+        state.unsaved = {name: _digest(tensor) for name, tensor in _buffers(model).items()}
+
+
+def changed(model: Module) -> dict[str, torch.Tensor]:
+    """The buffers that aren't as they were noted, by name. The tensors are in use."""
+    noted = model._fitkit.fit_state.unsaved
+    if noted is None:
+        return {}
+    return {n: tensor for n, tensor in _buffers(model).items() if noted.get(n) != _digest(tensor)}
+
+
+def check(training: dict[str, Any], path: str) -> None:
+    """Refuse what `changed` never gives; CheckpointError."""
+    found = training.get("buffers", {})
+    if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
+        raise CheckpointError(f"{path} is refused: its buffers aren't tensors by name.")
+
+
+def restore(model: Module, training: dict[str, Any]) -> None:
+    """Give the model's buffers what `changed` has returned."""
+    places = _places(model)
+    for name, value in training.get("buffers", {}).items():
+        if name in places:
+            places[name].put(value)
+
+
+def _places(model: nn.Module) -> dict[str, Place]:
+    return {
+        f"{prefix}.{key}": Place(part._buffers, key)
+        for prefix, part in model.named_modules()
+        for key in sorted(part._non_persistent_buffers_set)
+    }
+
+
+def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Those that a file can hold."""
+    found = {name: place.tensor for name, place in _places(model).items()}
+    return {name: tensor for name, tensor in found.items() if tensor is not None and _fits(tensor)}
+
+
+def _fits(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    return plain and not tensor.is_meta and dtype_name(tensor.dtype) in STORED_AS
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    # Not a tensor's version: torch's own kernels and compiled steps don't always count.
+    raw: Any = bytes_of(tensor.detach().cpu()).numpy()
+    kind = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
+    return f"{kind} {xxhash.xxh3_128_hexdigest(raw)}"
