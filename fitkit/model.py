@@ -202,7 +202,7 @@ class Model(Module):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """A pickle can be read on a machine without the accelerator, too."""
-        reduced = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
         tensors = itertools.chain(self.parameters(), self.buffers())
         if len(reduced) == 2 or not any(is_accelerator(tensor.device) for tensor in tensors):
             return reduced

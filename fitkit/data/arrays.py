@@ -233,7 +233,7 @@ def _refuse_columns(frame: Any, name: str) -> None:
         ArgumentTypeError: with the first such column and what to write.
     """
     dtypes: Any = getattr(frame, "dtypes", None)
-    if getattr(frame, "ndim", 1) != 2 or not hasattr(dtypes, "items"):
+    if getattr(frame, "ndim", 1) != 2 or dtypes is None or not hasattr(dtypes, "items"):
         return
     for column, dtype in dtypes.items():
         if getattr(dtype, "kind", "f") in "biufc":
