@@ -102,6 +102,7 @@ def assert_two_pods_agree(tmp_path, processes):
     assert rows[0][:2] == ["2", "0"] and rows[0][3:] == ["103", "False"]
 
 
+@pytest.mark.slow
 def test_the_pods_of_a_trainjob_are_the_nodes(tmp_path):
     # What Kubeflow's Trainer sets in each pod, in which the command is `torchrun train.py`.
     job = {

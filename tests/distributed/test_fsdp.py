@@ -71,7 +71,10 @@ def fit(model, ranks, **options):
     return model.fit(X, Y, batch_size=12 // ranks, shuffle=False, verbose=0, **options)
 
 
-@pytest.mark.parametrize(("ranks", "wrap"), [(3, 50), (2, "blocks"), (2, nn.Linear)])
+@pytest.mark.parametrize(
+    ("ranks", "wrap"),
+    [pytest.param(3, 50, marks=pytest.mark.slow), (2, "blocks"), (2, nn.Linear)],
+)
 def test_weights_state_and_values_are_those_of_plain_pytorch(ranks, wrap):
     module, reference = still(net()), still(net())
     given = torch.optim.Adam(module.parameters(), 0.01)

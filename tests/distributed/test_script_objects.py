@@ -89,7 +89,9 @@ if __name__ == "__main__":
 '''
 
 
-@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("ddp_spawn", marks=pytest.mark.slow), "ddp"]
+)
 def test_every_way_finds_them(strategy, tmp_path):
     """Workers have them by value; ranks that run the script have their own."""
     (tmp_path / "train.py").write_text(SCRIPT)

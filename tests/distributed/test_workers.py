@@ -658,6 +658,7 @@ def test_empty_batches_on_some_ranks_change_nothing(devices):
     assert np.allclose(model.predict(data, verbose=0), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_environment_shows_what_workers_print(monkeypatch, capsys):
     def talks(epoch, logs):
         print(f"epoch {epoch}", flush=False)

@@ -34,6 +34,7 @@ def pyright(*arguments, where):
     return json.loads(ended.stdout[ended.stdout.index("{") :])
 
 
+@pytest.mark.slow  # `make typecheck` runs it
 def test_pyright_sees_the_marked_mistakes_and_no_others():
     pages = sorted(page for page in HERE.glob("*.py") if page.name != Path(__file__).name)
     marked = [

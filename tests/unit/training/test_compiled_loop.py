@@ -56,6 +56,7 @@ def loops(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_a_hundred_steps_are_those_of_a_plain_loop_also_in_shorter_groups(loops, recwarn):
     """Convolutions, buffers, Adam, clipping; groups of 4 and 2 batches, and a short last batch."""
 
@@ -174,7 +175,15 @@ class Counting(Toggling):
         return self.layer(x) * (1 + 0.1 * self.odd)
 
 
-@pytest.mark.parametrize("net", [Keeping, Toggling, Counting, Branching])
+@pytest.mark.parametrize(
+    "net",
+    [
+        Keeping,
+        pytest.param(Toggling, marks=pytest.mark.slow),
+        pytest.param(Counting, marks=pytest.mark.slow),
+        Branching,
+    ],
+)
 @pytest.mark.filterwarnings("ignore:jit_compile")
 def test_a_net_that_changes_from_step_to_step_is_never_in_a_loop(net, loops):
     """Also with a schedule, whose rates of a whole group are known before its first step."""
