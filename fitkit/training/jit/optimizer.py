@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from fitkit import trees
 from fitkit.accelerators import has_streams, widest_dtype
 from fitkit.distributed.collectives import together
 from fitkit.errors import warn
@@ -55,7 +56,9 @@ class Group:
         parameters, _, *states = lists.values()
         self.places: list[int] = [places[parameter] for parameter in parameters]
         self.parameters = parameters
+        device = parameters[0].device if parameters else torch.device("cpu")
         found = dict(zip(names[2:], states, strict=True))
+        _refuse_other_numbers(group, parameters, found, device)
         if "momentum_buffer_list" in found and group.get("momentum") and "dampening" in group:
             self._begin_momentum(optimizer, group, found["momentum_buffer_list"])
         # Torch's functions take the states by position, in another order than `_init_group`.
@@ -74,12 +77,9 @@ class Group:
             self.settings["beta1"], self.settings["beta2"] = group["betas"]
         # One tensor after another: the compiler fuses them itself.
         self.settings |= {name: False for name in HOW if name in taken}
-        if group.get("capturable"):
-            self.settings["capturable"] = True
         self._names, self._values = list(kept), list(kept.values())
         rate = group["lr"]
         self.last: list[float] = [float(rate)] * MOST_STEPS
-        device = parameters[0].device if parameters else torch.device("cpu")
         if has_streams(device) and "capturable" in taken:
             self.settings["capturable"] = True  # all numbers stay on the GPU
         for state in chain.from_iterable(self.states) if has_streams(device) else ():
@@ -143,6 +143,36 @@ class Group:
             for one, computed in zip(before, after, strict=True):
                 if computed is not one:
                     one.copy_(computed)
+
+
+def _refuse_other_numbers(
+    group: dict[str, Any],
+    parameters: Sequence[nn.Parameter],
+    states: dict[str, list[Any]],
+    device: torch.device,
+) -> None:
+    """Refuse a group whose update torch refuses, or would compute with other numbers if traced.
+
+    Traced, all single numbers have the widest dtype. Torch's own step rounds some of them to the
+    dtype of a tensor.
+
+    Raises:
+        UncompiledError: it is such a group.
+    """
+    if group.get("differentiable"):
+        raise UncompiledError("differentiable=True keeps the graph of its update")
+    if group.get("capturable") and not has_streams(device):
+        raise UncompiledError("capturable=True is for GPUs")
+    widest = widest_dtype(device)
+    others = [value for name, value in group.items() if name not in ("params", "lr")]
+    for value in trees.leaves(others):
+        if isinstance(value, torch.Tensor) and value.dtype is not widest:
+            raise UncompiledError(f"one of its settings is a tensor of {value.dtype}")
+    if any(parameter.dtype is torch.float64 for parameter in parameters):
+        rounded = [group["lr"], *states.get("mu_products", [])]  # NAdam's products of momenta
+        for value in rounded:
+            if isinstance(value, torch.Tensor) and value.dtype is not torch.float64:
+                raise UncompiledError(f"it has a number of {value.dtype} for weights of float64")
 
 
 def _wide(state: Any) -> Any:

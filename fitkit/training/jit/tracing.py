@@ -2,7 +2,8 @@
 
 Torch's defaults give wrong numbers in places. A float that changes becomes a symbol at its second
 value, and the compiler writes the third one into its code. Draws of `random` are read as another
-type. NumPy's draws come from torch's generator.
+type. NumPy's draws come from torch's generator. A change in place of a single float64 on the CPU
+is left out.
 """
 
 from __future__ import annotations
@@ -61,6 +62,15 @@ TRACER = "_torchdynamo_orig_backend"
 """The attribute of torch's callback for frames that has the function which traces them."""
 
 
+TENSORIFIES = "_is_tensorify_enabled"
+"""Torch's function that says whether its pass for floats that change runs; `bool()` is False.
+
+`specialize_float` leaves it nothing to do. For a float64 tensor of one number on the CPU, it makes
+torch trace again, and then torch 2.13 removes each change in place of the tensor whose result
+isn't used.
+"""
+
+
 class _Traced:
     """Torch's function that traces a frame, with `SETTINGS`."""
 
@@ -95,12 +105,15 @@ _lock = threading.RLock()
 def _settings(**more: Any) -> Iterator[None]:
     from torch._dynamo import config
     from torch._dynamo.variables import misc, user_defined
+    from torch.fx.passes import _tensorify_python_scalars as tensorify
 
     known = {name: SETTINGS[name] for name in SETTINGS if hasattr(config, name)}
     with _lock, config.patch({**known, **more}), ExitStack() as stack:
         for module in (user_defined, misc):
             if hasattr(module, "call_random_fn"):
                 stack.enter_context(patch.object(module, "call_random_fn", _refuse_draw))
+        if hasattr(tensorify, TENSORIFIES):
+            stack.enter_context(patch.object(tensorify, TENSORIFIES, bool))
         yield
 
 

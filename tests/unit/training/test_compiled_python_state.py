@@ -139,13 +139,14 @@ def test_draws_of_python_and_numpy_are_those_of_the_step_as_written(kind):
 class Remembering(nn.Module):
     """Changes in its forward whatever a module can reach."""
 
-    def __init__(self):
+    def __init__(self, dtype):
         super().__init__()
         torch.manual_seed(0)
         self.layer = nn.Linear(6, 3)
         self.teacher = nn.Linear(6, 3).requires_grad_(False)
         self.register_buffer("seen", torch.zeros(()))
-        self.queue, self.calls, self.kept = [torch.zeros(())], 0, {"n": torch.zeros(())}
+        self.queue, self.calls = [torch.zeros((), dtype=dtype)], 0
+        self.kept = {"n": torch.zeros((), dtype=dtype)}
 
     def forward(self, x):
         with torch.no_grad():
@@ -154,14 +155,16 @@ class Remembering(nn.Module):
             self.queue[0] += 1
             self.kept["n"] += 1
         self.calls += 1
-        return self.layer(x)
+        return self.layer(x.to(self.seen.dtype))
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("steps_per_execution", [1, 4])
-def test_the_first_batch_of_a_compiled_step_counts_once(steps_per_execution):
-    found = trained(Remembering(), TRACED, steps_per_execution=steps_per_execution).net
-    wanted = plain(Remembering())
+def test_the_first_batch_of_a_compiled_step_counts_once(steps_per_execution, dtype):
+    nets = [Remembering(dtype).to(dtype) for _ in range(2)]
+    found = trained(nets[0], TRACED, steps_per_execution=steps_per_execution).net
+    wanted = plain(nets[1])
     torch.testing.assert_close(found.layer.weight, wanted.layer.weight)
     torch.testing.assert_close(found.teacher.weight, wanted.teacher.weight)
     numbers = found.seen, found.queue[0], found.kept["n"], found.calls
