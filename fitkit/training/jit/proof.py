@@ -426,5 +426,6 @@ def _distance(one: Any, other: Any) -> float:
 
 
 def _wide(one: torch.Tensor) -> torch.Tensor:
-    one = torch.view_as_real(one.detach().resolve_conj()) if one.is_complex() else one.detach()
+    one = one.detach() if one.layout is torch.strided else one.detach().to_dense()
+    one = torch.view_as_real(one.resolve_conj()) if one.is_complex() else one
     return one.to(widest_dtype(one.device))

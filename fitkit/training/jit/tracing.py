@@ -65,9 +65,8 @@ TRACER = "_torchdynamo_orig_backend"
 TENSORIFIES = "_is_tensorify_enabled"
 """Torch's function that says whether its pass for floats that change runs; `bool()` is False.
 
-`specialize_float` leaves it nothing to do. For a float64 tensor of one number on the CPU, it makes
-torch trace again, and then torch 2.13 removes each change in place of the tensor whose result
-isn't used.
+`specialize_float` leaves it nothing to do. For a single float64 on the CPU, it makes torch trace
+again. Then torch 2.13 removes each change in place of this tensor whose result isn't used.
 """
 
 
