@@ -40,8 +40,8 @@ def compile_net(model: Module, options: bool | dict[str, Any]) -> None:
         target._compiled_call_impl = None
         return
     call, given = _call_of(target), {} if options is True else options
-    arguments = with_passes(given)
     try:
+        arguments = with_passes(given)
         torch.compile(call, **copy.deepcopy(arguments))  # refuses what it doesn't know
     except Exception as error:
         raise ConfigurationError(
