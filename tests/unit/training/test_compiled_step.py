@@ -170,7 +170,7 @@ def dropping():
         (perceptron, [], 8, 8),  # eight steps a call
         (perceptron, [], 12, 5),  # four
         (perceptron, [], 1, 32),
-        (dropping, [DropsAll], 12, 3),  # a dropout of 1 draws nothing as written: no longer compiled
+        (dropping, [DropsAll], 12, 3),  # a dropout of 1 draws other numbers: as written
         (dropping, [DropsAll], 1, 0),
         (Keeping, [], 12, 0),
         (Keeping, [], 1, 0),
