@@ -29,6 +29,7 @@ PAGES = [
     "docs/notebooks.md",
     "docs/many-machines.md",
     "docs/ecosystem.md",
+    "docs/networks-of-other-libraries.md",
     "docs/examples.md",
     "docs/export.md",
     "docs/serving.md",
