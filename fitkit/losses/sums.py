@@ -8,7 +8,6 @@ update would be as many times too small as it has parts. So a sum is refused: by
 from __future__ import annotations
 
 import contextlib
-import math
 import statistics
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,15 +19,17 @@ from torch import nn
 from fitkit.arguments import describe
 from fitkit.errors import ConfigurationError
 from fitkit.losses.formulas import HALF_TYPES
-from fitkit.random_states import random_state, set_random_state
+from fitkit.random_states import digest_of_random_state, random_state, set_random_state
 from fitkit.trees import leaves, map_leaves
 
-DRAWS = 9
-"""How often a loss that draws random numbers is computed for the median of its values."""
+COPIES = (1, 4, 7)
+"""How often the samples come: evenly, and far enough apart to tell a sum from noise."""
+DRAWS = 16
+"""How often a loss that draws random numbers is computed for the mean of its values."""
 SAME = 1e-3
 """The relative difference of two equal values that were rounded."""
-NOISY = 0.25
-"""The same for two medians of `DRAWS` values."""
+NOISY = 0.4
+"""The same for two means of `DRAWS` values."""
 
 
 def check_reduction(loss: Any) -> None:
@@ -65,8 +66,8 @@ def check_no_sum(
     rows = _rows(prediction, target)
     if not rows:
         return
-    # Three copies of a third of the batch take no more memory than the batch did.
-    few = min(rows, max(2, rows // 3))
+    # Seven copies of a seventh of the batch take no more memory than the batch did.
+    few = min(rows, max(2, rows // COPIES[-1]))
 
     def value(copies: int) -> float:
         def repeated(leaf: Any) -> Any:
@@ -99,21 +100,27 @@ def sums_over_samples(label: str) -> str:
 
 
 def _grows_evenly(value: Callable[[int], float]) -> bool:
-    """Whether a value rises by the same amount from one copy to two, and from two to three."""
-    draws, tolerance = 1, SAME
-    first = value(1)
-    if value(1) != first:
-        draws, tolerance = DRAWS, NOISY
+    """Whether a value rises by the same amount with each further copy of the samples."""
+    before = digest_of_random_state()
+    first, again = value(COPIES[0]), value(COPIES[0])
+    is_noisy = again != first or digest_of_random_state() != before
+    # Equal random numbers for all copies: noise that has nothing to do with the samples cancels.
+    draws = [_with_equal_numbers(value) for _ in range(DRAWS if is_noisy else 1)]
+    few, some, many = (statistics.fmean(values) for values in zip(*draws, strict=True))
+    tolerance = NOISY if is_noisy else SAME
+    growth = some - few
+    is_growing = abs(growth) > (COPIES[1] - COPIES[0]) * tolerance * abs(few)
+    return is_growing and abs(many - some - growth) <= tolerance * abs(growth)
 
-    def typical(copies: int) -> float:
-        return statistics.median(value(copies) for _ in range(draws))
 
-    once = first if draws == 1 else typical(1)
-    twice = typical(2)
-    growth = twice - once
-    if not math.isfinite(growth) or abs(growth) <= 2 * tolerance * abs(once):
-        return False
-    return abs(typical(3) - twice - growth) <= tolerance * abs(growth)
+def _with_equal_numbers(value: Callable[[int], float]) -> list[float]:
+    """The values for each number of copies, each computed with the same random numbers."""
+    drawn = random_state()
+    values = []
+    for copies in COPIES:
+        set_random_state(drawn)
+        values.append(value(copies))
+    return values
 
 
 def _rows(prediction: Any, target: Any) -> int:

@@ -24,7 +24,7 @@ from fitkit.data import CombinedLoader
 from fitkit.data.sharding import RankBatch, sharded
 from fitkit.data.sources import make_source
 from tests.nets import linear
-from tests.unit.data.test_sharding import on_ranks
+from tests.unit.data.test_sharding import on_forked_ranks, on_ranks
 
 SAMPLES = 12
 
@@ -84,7 +84,7 @@ def test_the_workers_of_each_rank_and_pass_draw_numbers_of_their_own(kind, train
                 found += [row for part in batch for row in part.view(-1, 3).tolist()]
         return found
 
-    rows = list(itertools.chain.from_iterable(on_ranks(2, read)))
+    rows = list(itertools.chain.from_iterable(on_forked_ranks(2, read)))
     parts = 2 if kind == "combined" else 1
     assert len(rows) == 2 * SAMPLES * parts
     for library in zip(*rows, strict=True):
@@ -209,7 +209,8 @@ def test_ranks_get_what_the_loader_gives(kind, training, scatter):
                 found.append([] if isinstance(batch, type) else flat(batch))
         return found
 
-    in_turn = itertools.zip_longest(*on_ranks(2, read), fillvalue=[])
+    run = on_forked_ranks if kind.endswith("workers") else on_ranks
+    in_turn = itertools.zip_longest(*run(2, read), fillvalue=[])
     found = [value for step in in_turn for part in step for value in part]
     assert found == list(itertools.chain.from_iterable(given))
 

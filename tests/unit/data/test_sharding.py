@@ -1,6 +1,7 @@
 """Shares of several ranks, with threads in place of processes."""
 
 import itertools
+import multiprocessing
 import os
 import threading
 
@@ -14,49 +15,40 @@ from fitkit.data.sources import for_other_ranks, make_source
 from fitkit.errors import ConfigurationError
 
 
-class Rooms:
-    """Collectives of ranks that are threads of this process: what they say meets in a list."""
+class Exchange:
+    """The collectives of a rank, all by `gather(value)`: what each rank said."""
 
-    def __init__(self, size):
-        self.barrier = threading.Barrier(size, timeout=10)
-        self.values = [None] * size
+    def __init__(self, rank, world_size, gather):
+        self.rank, self.world_size, self.gather = rank, world_size, gather
 
-    def rank(self, rank):
-        rooms = self
+    def sums(self, numbers):
+        return [sum(column) for column in zip(*self.gather(numbers), strict=True)]
 
-        class Exchange:
-            def __init__(self):
-                self.rank, self.world_size = rank, len(rooms.values)
+    def broadcast(self, value):
+        return self.gather(value)[0]
 
-            def gather(self, value):
-                rooms.values[rank] = value
-                rooms.barrier.wait()
-                found = list(rooms.values)
-                rooms.barrier.wait()
-                return found
-
-            def sums(self, numbers):
-                return [sum(column) for column in zip(*self.gather(numbers), strict=True)]
-
-            def broadcast(self, value):
-                return self.gather(value)[0]
-
-            def scatter(self, values):
-                return self.gather(values)[0][rank]
-
-        return Exchange()
+    def scatter(self, values):
+        return self.gather(values)[0][self.rank]
 
 
 def on_ranks(size, function):
-    """What `function(exchange)` gives on each of `size` ranks."""
-    rooms, results, errors = Rooms(size), [None] * size, []
+    """What `function(exchange)` gives on each of `size` ranks, which are threads."""
+    barrier, said = threading.Barrier(size, timeout=10), [None] * size
+    results, errors = [None] * size, []
 
     def run(rank):
+        def gather(value):
+            said[rank] = value
+            barrier.wait()
+            found = list(said)
+            barrier.wait()
+            return found
+
         try:
-            results[rank] = function(rooms.rank(rank))
+            results[rank] = function(Exchange(rank, size, gather))
         except BaseException as error:
             errors.append(error)
-            rooms.barrier.abort()
+            barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -66,6 +58,32 @@ def on_ranks(size, function):
     if errors:
         raise errors[0]
     return results
+
+
+def on_forked_ranks(size, function):
+    """The same with processes, for loaders whose workers are forked: threads shouldn't fork."""
+    context = multiprocessing.get_context("fork")
+
+    def run(rank, parent):
+        def gather(value):
+            parent.send((False, value))
+            return parent.recv()
+
+        parent.send((True, function(Exchange(rank, size, gather))))
+
+    ends = []
+    for rank in range(size):
+        ours, theirs = context.Pipe()
+        context.Process(target=run, args=(rank, theirs)).start()
+        theirs.close()
+        ends.append(ours)
+    while True:
+        assert all(end.poll(60) for end in ends)
+        heard = [end.recv() for end in ends]  # EOFError where one has failed: see its output
+        if all(is_result for is_result, _ in heard):
+            return [value for _, value in heard]
+        for end in ends:
+            end.send([value for _, value in heard])
 
 
 def shares(data, size, *, training, scatter=False, batch_size=4, keep=object):

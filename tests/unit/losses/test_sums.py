@@ -1,5 +1,6 @@
 """Losses that sum, give values or give a mean: each is weighed as what it is."""
 
+import contextlib
 import copy
 import random
 
@@ -11,6 +12,8 @@ from torch import nn
 
 import fitkit
 from fitkit.errors import ConfigurationError
+from fitkit.losses.sums import check_no_sum
+from fitkit.random_states import set_seed
 from tests import nets
 
 X, Y = nets.regression(12, 3)
@@ -96,9 +99,23 @@ def test_a_sum_is_refused_where_a_batch_is_a_part(loss, options):
 
 
 @pytest.mark.parametrize("loss", MEANS)
-def test_what_is_no_sum_is_never_taken_for_one(loss):
-    for _ in range(5):
-        trained(loss, accumulate_grad_batches=3)
+def test_what_is_no_sum_trains(loss):
+    trained(loss, accumulate_grad_batches=3)
+
+
+def noisy_sum(prediction, target):
+    return (prediction + 0.3 * torch.randn_like(prediction) - target).square().sum()
+
+
+@pytest.mark.parametrize("rows", [2, 5, 64])
+@pytest.mark.parametrize("loss", [*MEANS, PlainSum(), DroppingSum(), noisy_sum])
+def test_random_numbers_make_no_sum_of_a_mean_and_no_mean_of_a_sum(loss, rows):
+    for seed in range(12):
+        set_seed(seed)
+        batch = torch.randn(rows, 1), torch.randn(rows, 1)
+        is_sum = loss not in MEANS
+        with pytest.raises(ConfigurationError) if is_sum else contextlib.nullcontext():
+            check_no_sum("loss", loss, *batch)
 
 
 def test_a_sum_trains_as_written_where_each_batch_is_an_update():
