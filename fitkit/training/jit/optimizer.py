@@ -7,6 +7,7 @@ several ranks, it is a separate compiled function.
 from __future__ import annotations
 
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fitkit import trees
 from fitkit.accelerators import has_streams, widest_dtype
@@ -99,6 +101,12 @@ class Group:
             if buffer is None:
                 buffers[place] = torch.zeros_like(parameter, requires_grad=False)
                 optimizer.state[parameter]["momentum_buffer"] = buffers[place]
+
+    @property
+    def counts_together(self) -> bool:
+        """Whether one number of steps still stands for all, if it did; a GPU isn't asked."""
+        counts = [] if self._counts is None else self.states[self._counts]
+        return not counts or not counts[0].is_cpu or len(set(map(float, counts))) == 1
 
     def follows(self, place: int = 0) -> bool:
         """Copy the group's current rate for a step.
@@ -197,6 +205,32 @@ def functional(kind: type[Optimizer]) -> Callable[..., None]:
     )
 
 
+def _parts(optimizer: Optimizer) -> list[Any]:
+    """Return what an optimizer's step is made from, but for its settings: tensors, dicts, a bool.
+
+    The states come first, then the list of groups.
+    """
+    parts = [optimizer.state, optimizer.param_groups, *optimizer.param_groups]
+    parts += [vars(optimizer).get("step"), _has_hooks(optimizer)]
+    for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        parts.append(parameter)
+        parts += optimizer.state.get(parameter, {}).values()
+    return parts
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+
+
+def _steps_as_its_class(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's `step` is its class's, around which torch's schedulers put another."""
+    step = vars(optimizer).get("step")
+    if step is None:
+        return True
+    return hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is type(optimizer).step
+
+
 class JitOptimizer:
     """Compiles an optimizer's step, and the clipping of gradients before it.
 
@@ -235,7 +269,8 @@ class JitOptimizer:
         self._fit_state = model._fitkit.fit_state
         self._optimizer, self._parameters = optimizer, parameters
         self.groups: list[Group] = []
-        self._seen: tuple[Any, ...] = ()  # the optimizer's state, groups, and how many groups
+        self._seen: list[Any] = []  # the optimizer's parts
+        self._is_known = False  # whether they are still those that it has
         self._learns: list[bool] = []  # which parameters had a gradient
         self._updates = 0  # by the separate function since `collect`
 
@@ -264,8 +299,10 @@ class JitOptimizer:
         optimizer = self._optimizer
         if len(members_of(optimizer)) > 1:
             raise UncompiledError("only one optimizer's step can be compiled")
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        if _has_hooks(optimizer):
             raise UncompiledError("it has hooks")
+        if not _steps_as_its_class(optimizer):
+            raise UncompiledError("its step has been replaced")
         learning = [parameter for parameter in self._parameters if parameter.grad is not None]
         if any(p.grad is not None and p.grad.layout is not torch.strided for p in learning):
             raise UncompiledError("some gradients are sparse")
@@ -273,7 +310,11 @@ class JitOptimizer:
         groups = [Group(optimizer, group, places) for group in optimizer.param_groups]
         optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask
         self.groups = [group for group in groups if group.places]
-        self._seen = (optimizer.state, optimizer.param_groups, len(optimizer.param_groups))
+        self._seen, self._is_known = _parts(optimizer), True
+
+    def check(self) -> None:
+        """Compare all parts of the optimizer at the next batch, because other code may run now."""
+        self._is_known = False
 
     @property
     def has_same_state(self) -> bool:
@@ -281,7 +322,11 @@ class JitOptimizer:
         optimizer, seen = self._optimizer, self._seen
         if optimizer.state is not seen[0] or optimizer.param_groups is not seen[1]:
             return False
-        return len(optimizer.param_groups) == seen[2]
+        if not self._is_known:
+            parts = _parts(optimizer)
+            is_same = len(parts) == len(seen) and all(map(operator.is_, parts, seen))
+            self._is_known = is_same and all(group.counts_together for group in self.groups)
+        return self._is_known
 
     def follows(self, place: int = 0) -> bool:
         """Copy the groups' current rates for a step.

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.modules.module import _has_any_global_hook
 
 from fitkit import trees
 from fitkit.hooks import has_own_steps, overridden
@@ -116,6 +117,8 @@ class Programs:
         graph = self._graphs.get(key) if may_repeat else None
         if graph is not None and (found := graph.repeat(batches)) is not None:
             return found
+        if _has_any_global_hook():
+            raise UncompiledError(HOOKS)
         given = batches if entered is None else [entered(batch) for batch in batches]
         program = self._compiled.get(key)
         is_new = program is None
@@ -269,6 +272,9 @@ def _compilers_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo import exc  # takes a second, so only users who compile wait for it
 
     return UncompiledError, exc.TorchDynamoException, exc.FailOnRecompileLimitHit
+
+
+HOOKS = "all modules have hooks, and torch doesn't notice when these are added or removed"
 
 
 def _nothing() -> None:

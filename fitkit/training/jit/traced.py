@@ -38,8 +38,7 @@ class TracedStep:
 
     def __init__(self, model: Module, step: CompiledStep | PredictStep) -> None:
         strategy: Strategy = model._fitkit.compilation.strategy
-        is_hooked = model._forward_hooks or model._forward_pre_hooks
-        self.net: Any = model.net if is_plain_wrapper(model) and not is_hooked else model
+        self._model, self._is_plain_wrapper = model, is_plain_wrapper(model)
         self.device: str = strategy.device.type
         self._step, self._caller = step, step.caller
         self._precision, self._is_plain = strategy.precision, strategy.precision.is_plain
@@ -47,6 +46,14 @@ class TracedStep:
             self._loss, self._counts = step.loss, step.may_count
             self._keeps_prediction = step.meters is not None
             self.may_join: bool = False
+
+    @property
+    def net(self) -> Any:
+        """What is called for a batch: the net alone, unless calling the model does more."""
+        model = self._model
+        hooks = model._forward_pre_hooks, model._forward_hooks
+        is_hooked = any((*hooks, model._backward_pre_hooks, model._backward_hooks))
+        return model.net if self._is_plain_wrapper and not is_hooked else model
 
     def moved(self, batch: Any, index: int) -> Batch:
         """Move a batch's inputs, targets and weights to the device."""

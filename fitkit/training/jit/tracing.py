@@ -24,6 +24,7 @@ class UncompiledError(Exception):
 SETTINGS = {
     "specialize_float": True,  # a changed float is compiled again, as a changed integer is
     "use_numpy_random_stream": True,  # NumPy itself draws, outside of graphs
+    "skip_nnmodule_hook_guards": False,  # a hook that is added or removed is noticed
     "trace_autograd_ops": True,  # `torch.autograd.grad` becomes a part of a graph
 }
 """Settings of `torch._dynamo.config` while torch traces, if this torch has them."""

@@ -127,6 +127,7 @@ class JitUpdate:
         self._learns: list[bool] = []  # whether each of them has a gradient
         self._learning: list[nn.Parameter] = []  # those of them that have a gradient
         self._requires_grad: list[bool] = []
+        self._is_known = False  # whether parameters are as they were when that was noted
         self._gradients: Sequence[torch.Tensor] = ()
         self.loss: torch.Tensor | None = None
         self._after_update, self._learn_now = after_update, learn
@@ -149,7 +150,7 @@ class JitUpdate:
     def accumulates(self, is_part: bool) -> None:
         """Set whether a batch is only a part of an update; if it is, `update` makes the update."""
         self._is_part = is_part
-        self._programs.check()
+        self._check()
         self._updates = self._optimizing.stopped is None and not is_part
         self._batches = -1  # batches since one was inspected; -1 before that
 
@@ -325,7 +326,13 @@ class JitUpdate:
     def flush(self) -> None:
         """Learn from the waiting batches. Code of the user's may run after that."""
         self._learn_each()
+        self._check()
+
+    def _check(self) -> None:
+        """Compare everything at the next batch, because other code may run now."""
+        self._is_known = False
         self._programs.check()
+        self._optimizing.check()
 
     def _learn_each(self) -> None:
         if self._loops and self._joins_steps and self._updates:
@@ -470,8 +477,11 @@ class JitUpdate:
             return True
         if self._updates and not optimizing.has_same_state:
             return False
-        if [parameter.requires_grad for parameter in self._parameters] != self._requires_grad:
-            return False
+        if not self._is_known:
+            requires = [parameter.requires_grad for parameter in self._parameters]
+            if requires != self._requires_grad or _have_hooks(self._may_learn):
+                return False
+            self._is_known = True
         self._batches += 1
         if not self._updates or optimizing.follows(place):
             return True
@@ -503,7 +513,8 @@ class JitUpdate:
         traced = self._traced
         assert isinstance(traced, TracedStep)
         may_learn = [p for p in self._parameters if p.requires_grad]
-        _refuse_hooks(may_learn)
+        if _have_hooks(may_learn):
+            raise UncompiledError("a parameter has hooks on its gradient")
         losses = self._model._fitkit.compilation.loss_modules
         put_back = _restorer(modules_of(self._model, *losses))
         drawn = random_state()
@@ -525,7 +536,8 @@ class JitUpdate:
             UncompiledError: these gradients can't be compiled.
         """
         self._programs.check()
-        _refuse_hooks(may_learn)
+        if _have_hooks(may_learn):
+            raise UncompiledError("a parameter has hooks on its gradient")
         if any(g is not None and g.layout is not torch.strided for g in gradients):
             raise UncompiledError("some gradients are sparse")
         step = self._step
@@ -577,9 +589,8 @@ def _weighted(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> list[t
     return list(torch._foreach_mul(list(gradients), number))
 
 
-def _refuse_hooks(may_learn: list[nn.Parameter]) -> None:
-    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in may_learn):
-        raise UncompiledError("a parameter has hooks on its gradient")
+def _have_hooks(may_learn: list[nn.Parameter]) -> bool:
+    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in may_learn)
 
 
 def _restorer(modules: Iterable[nn.Module]) -> Callable[[], None]:
