@@ -530,9 +530,9 @@ def check(name, when, steps, breaks=False):
         torch.testing.assert_close(found[key], value, rtol=0, atol=1e-10, msg=key)
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", list(CHANGES)[::4])  # the slow tests have them all
 def test_what_changes_between_steps_holds_for_the_next_one(name):
-    number = list(CHANGES).index(name)
+    number = list(CHANGES).index(name) // 4
     check(name, WHEN[number % 3], [1, 4][number % 2])
 
 
@@ -551,7 +551,7 @@ def test_what_changes_holds_for_a_net_that_is_compiled_alone(name, when):
     check(name, when, 1, breaks=True)
 
 
-@pytest.mark.parametrize("name", ["a_forward_hook", "a_hook_of_all_modules", "a_layer"])
+@pytest.mark.parametrize("name", ["a_forward_hook", "a_hook_of_all_modules"])
 def test_a_net_that_is_compiled_alone_follows_its_modules(name):
     check(name, "between epochs", 1, breaks=True)
 
