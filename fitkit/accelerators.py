@@ -59,6 +59,22 @@ def current(device: torch.device) -> Iterator[None]:
         module.set_device(before)
 
 
+def move(module: torch.nn.Module, device: torch.device) -> None:
+    """Move a module to a device, with the same objects as parameters, which optimizers hold.
+
+    torch replaces them where a backend's tensors aren't of the CPU's kind: a registered one's.
+    """
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    there = torch.empty(0, device=device)
+    kinds = {parameter.device: parameter for parameter in module.parameters()}.values()
+    stay = all(torch._has_compatible_shallow_copy_type(one, there) for one in kinds)
+    torch.__future__.set_swap_module_params_on_conversion(before or not stay)
+    try:
+        module.to(device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
 def has_streams(device: torch.device) -> bool:
     """Whether copies may run beside computation: the type has streams, and memory knows of them."""
     if device.type == "mps" or not is_accelerator(device):

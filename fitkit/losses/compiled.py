@@ -399,7 +399,7 @@ class CompiledLoss:
         parts = {term.name: term.value.detach() for term in terms} if len(terms) > 1 else {}
         return total_of(terms), parts
 
-    def to(self, device: torch.device | str) -> None:
+    def to(self, device: torch.device) -> None:
         """Move class weights and other buffers of the losses."""
         for loss in self._all:
             loss.to(device)

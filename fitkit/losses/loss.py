@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
-from fitkit.accelerators import widest_dtype
+from fitkit.accelerators import move, widest_dtype
 from fitkit.arguments import callable_name, check_takes_pair, describe, is_torchs, snake_case
 from fitkit.errors import ArgumentTypeError, ConfigurationError, FitkitError, warn
 from fitkit.losses import guards
@@ -152,7 +152,7 @@ class Loss(abc.ABC):
             mean = self.weighted(prediction, target, weight)
         return mean, self.count(prediction, target, classes)
 
-    def to(self, device: torch.device | str) -> None:
+    def to(self, device: torch.device) -> None:
         """Move class weights and other buffers, where it has some."""
         return  # most have none
 
@@ -269,9 +269,9 @@ class KnownLoss(Loss):
     def check_labels(self, target: Any, classes: int | None) -> None:
         guards.check_labels(self._definition, self.label, torch.as_tensor(target), classes)
 
-    def to(self, device: torch.device | str) -> None:
+    def to(self, device: torch.device) -> None:
         if self._module is not None:
-            self._module.to(device)
+            move(self._module, device)
 
 
 class CustomLoss(Loss):
@@ -371,9 +371,9 @@ class CustomLoss(Loss):
                     "fitkit takes the mean."
                 )
 
-    def to(self, device: torch.device | str) -> None:
+    def to(self, device: torch.device) -> None:
         if isinstance(self._function, nn.Module):
-            self._function.to(device)
+            move(self._function, device)
 
     def _call(self, function: Callable[..., Any], prediction: Any, target: Any) -> torch.Tensor:
         if isinstance(prediction, torch.Tensor) and prediction.dtype in HALF_TYPES:

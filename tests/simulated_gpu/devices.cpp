@@ -225,6 +225,7 @@ std::optional<c10::DeviceType> getAccelerator(bool) { return KIND; }
 } // namespace accelerator
 } // namespace at
 #ifdef SIM_NPU
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 // Which functions autocast gives the shorter type is the backend's to say, and this one says what CUDA does.
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
     using namespace at::autocast;

@@ -380,6 +380,7 @@ def _npu(torch):
         "get_device_name": lambda device=None: "Simulated NPU",
         "Stream": functools.partial(torch.Stream, device="npu"),
         "Event": functools.partial(torch.Event, device="npu"),
+        "stream": lambda stream: stream or contextlib.nullcontext(),
         "current_stream": lambda device=None: torch.accelerator.current_stream(index_of(device)),
     }
     for name, value in functions.items():

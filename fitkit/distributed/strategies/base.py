@@ -9,6 +9,7 @@ import torch
 from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 
+from fitkit.accelerators import move
 from fitkit.distributed.cluster import Cluster
 from fitkit.distributed.collectives import Collectives, NodeShares, Solo
 from fitkit.distributed.devices import Machine, choose_kind
@@ -169,7 +170,7 @@ class Strategy:
         tensors = tensors_of(module)
         if not tensors or any(tensor.device != self.device for tensor in tensors):
             fill_meta(module)
-            module.to(self.device)
+            move(module, self.device)
 
     def wrap_for_training(
         self,

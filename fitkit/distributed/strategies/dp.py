@@ -441,6 +441,13 @@ class DP(Strategy):
 
     def connect(self, assignment: Assignment) -> Strategy:
         self._warned = set()
+        kind = assignment.devices[0].type
+        if kind != "cpu" and not hasattr(torch._C, "_broadcast_coalesced"):
+            raise ConfigurationError(
+                f"strategy='{self.name}' replicates nets on {kind} devices by functions that this "
+                "build of torch doesn't have. Write strategy='ddp', where each device has a "
+                "process of its own."
+            )
         return super().connect(assignment)
 
     def wrap_for_evaluation(self, module: torch.nn.Module) -> WrappedModel:
