@@ -118,7 +118,8 @@ def test_digits_are_learned_and_all_ranks_agree(name, digits, tmp_path):
     [("gradient_allreduce", 1e-6), ("decentralized", 1e-6), ("bytegrad", 5e-3)],
 )
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("ranks", [3, 2])  # workers are started where the number changes
+# Workers are started where the number changes.
+@pytest.mark.parametrize("ranks", [pytest.param(3, marks=pytest.mark.slow), 2])
 def test_ranks_learn_as_one_process_with_all_their_batches(name, atol, ranks, accumulate):
     # SGD is linear in the gradient: the mean of weights is that of gradients.
     size = 12 // ranks

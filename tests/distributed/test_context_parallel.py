@@ -305,6 +305,7 @@ def test_what_would_see_a_part_alone_is_refused(case):
     torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_steps_of_the_models_own_are_refused():
     model = OwnStep(Decoder())
     model.compile("sgd", "cross_entropy", **on(2))

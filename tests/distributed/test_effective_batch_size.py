@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(120)
 X, LABELS = classification(100, 6, seed=1)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_same_line_gives_the_same_updates(ranks):
     trained = []
     for devices in (1, ranks):

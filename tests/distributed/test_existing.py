@@ -116,6 +116,7 @@ def test_the_pods_of_a_trainjob_are_the_nodes(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_pods_of_a_pytorchjob_are_the_ranks(tmp_path):
     job = {
         "KUBERNETES_PORT": "tcp://10.0.0.1:443", "MASTER_ADDR": "127.0.0.1",

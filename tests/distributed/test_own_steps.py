@@ -54,7 +54,7 @@ class Classifier(fitkit.Model):
         self.log("val_rows", sum(outputs), reduce_fx="sum")
 
 
-@pytest.mark.parametrize("ranks", [3, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(3, marks=pytest.mark.slow), 2])
 def test_one_process_and_several_give_the_same(ranks):
     models, logs = [Classifier(), Classifier()], []
     for model, count in zip(models, (1, ranks), strict=True):

@@ -69,6 +69,7 @@ def since(path):
     return time.time() - path.stat().st_mtime
 
 
+@pytest.mark.slow
 def test_a_module_of_a_package_with_arguments_trains_as_one_process(start, tmp_path):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
@@ -259,6 +260,7 @@ TALKS = """
 """
 
 
+@pytest.mark.slow
 def test_lightnings_print_on_every_rank_is_seen_with_output_all(start):
     process = start(
         TALKS

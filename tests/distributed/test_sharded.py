@@ -37,7 +37,7 @@ def fit(model, ranks, **options):
     model.fit(X, Y, batch_size=12 // ranks, shuffle=False, verbose=0, **options)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_weights_and_the_whole_state_are_those_of_plain_pytorch(ranks):
     module, reference = net(), net()
     given = torch.optim.Adam(module.parameters(), 0.01)

@@ -232,6 +232,7 @@ def test_variables_left_over_from_a_script_s_ranks_end_with_a_line_that_names_th
         assert f"FITKIT_PARENT={parent}" in err and "unset FITKIT_LAUNCHED" in err
 
 
+@pytest.mark.slow
 def test_a_job_that_a_rank_has_started_outlives_rank_0_and_imports_fitkit(tmp_path):
     job = """
         import os, sys, time

@@ -129,7 +129,12 @@ KINDS = ["arrays", "loader", "workers", "dataset", "stream", "list", "generator"
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks"), [("arrays", 3), ("loader", 3), *((kind, 2) for kind in KINDS)]
+    ("kind", "ranks"),
+    [
+        ("arrays", 3),
+        pytest.param("loader", 3, marks=pytest.mark.slow),
+        *((kind, 2) for kind in KINDS),
+    ],
 )
 def test_n_ranks_learn_as_one_process_with_n_times_the_batch(kind, ranks):
     size = 16 // ranks

@@ -318,7 +318,7 @@ def steps_made(folder):
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("number", [
-    pytest.param(signal.SIGKILL, id="kill -9"),
+    pytest.param(signal.SIGKILL, id="kill -9", marks=pytest.mark.slow),
     pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_script_with_loader_workers_goes_on_after(tmp_path, number, monkeypatch):

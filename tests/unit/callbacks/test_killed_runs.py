@@ -102,7 +102,10 @@ WANTED = {
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("kind", WANTED)
+@pytest.mark.parametrize(
+    "kind",
+    [*list(WANTED)[:3], *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(WANTED)[3:])],
+)
 def test_what_a_run_leaves_that_is_killed_at_any_step_is_gone_after_the_next(tmp_path, run, kind):
     # Folders take many steps, most of them alike.
     every = 7 if "dcp" in kind else 3

@@ -123,7 +123,9 @@ TWO = {"loss": {"a": "cross_entropy", "b": "mse"}, "loss_weights": {"a": 1.0, "b
     [
         ({"lr_scheduler": {"scheduler": COSINE, "interval": "step"}, "metrics": ["f1"]}, {}),
         ({"net": TwoOutputs, **TWO}, {"y": {"a": Y, "b": VALUES}}),
-        ({}, {"sample_weight": torch.rand(53, dtype=torch.float64)}),
+        pytest.param(
+            {}, {"sample_weight": torch.rand(53, dtype=torch.float64)}, marks=pytest.mark.slow
+        ),
         ({"loss": squares, "metrics": [squares]}, {"y": VALUES}),
     ],
     ids=["a rate for each step", "several outputs", "weights", "own functions"],

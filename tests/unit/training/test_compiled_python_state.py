@@ -63,8 +63,13 @@ def plain(net):
     return net
 
 
+SLOW_PLACES = [
+    pytest.param(place, marks=pytest.mark.slow) for place in ("list", "dict", "argument", "integer")
+]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("place", ["attribute", "list", "dict", "argument", "integer", "branch"])
+@pytest.mark.parametrize("place", ["attribute", "branch", *SLOW_PLACES])
 def test_a_number_that_forward_changes_is_never_frozen(place):
     how = True if place == "attribute" else TRACED  # torch's compiler freezes what it traced
     found, wanted = trained(Net(place), how).net, plain(Net(place))
@@ -159,7 +164,9 @@ class Remembering(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("steps_per_execution", [1, 4])
 def test_the_first_batch_of_a_compiled_step_counts_once(steps_per_execution, dtype):
     nets = [Remembering(dtype).to(dtype) for _ in range(2)]
