@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -207,6 +209,23 @@ def test_evaluation_and_prediction_are_exact_and_in_order(count):
         assert values["auc"] == pytest.approx(expected, abs=1e-6)
     predicted = model.predict(DataLoader(TensorDataset(x), batch_size=8), verbose=0)
     assert np.allclose(predicted, logits.numpy(), atol=1e-6)
+
+
+def test_weights_that_are_computed_from_others_learn_on_all_ranks():
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            parametrizations.weight_norm(nn.Linear(6, 8)), nn.Tanh(),
+            parametrizations.orthogonal(nn.Linear(8, 8)), nn.Linear(8, 3),
+        )  # fmt: skip
+
+    one, two = net(), net()
+    for module, ranks in ((one, 1), (two, 2)):
+        model = fitkit.Model(module)
+        hardware = {"accelerator": "cpu", "devices": ranks}
+        model.compile("sgd", "cross_entropy", learning_rate=0.1, **hardware)
+        model.fit(X, Y, batch_size=12 // ranks, shuffle=False, verbose=0)
+    assert_same_weights(two, one, atol=1e-6)
 
 
 def test_accumulated_batches_of_all_ranks_are_one_batch():

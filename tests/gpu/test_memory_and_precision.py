@@ -71,6 +71,20 @@ def test_every_precision_learns_in_either_layout(precision, memory_format):
     model.fit(X, Y, batch_size=32, verbose=0)
 
 
+def test_bfloat16_is_asked_of_the_chosen_device_and_a_gpu_that_emulates_it_is_named(monkeypatch):
+    last = torch.cuda.device_count() - 1
+
+    def own(including_emulation=True):
+        return including_emulation or torch.cuda.current_device() != last
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", own)
+    model = fitkit.Model(nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match="emulates it"):
+        model.compile(
+            "sgd", "cross_entropy", accelerator="gpu", devices=[last], precision="bf16-mixed"
+        )
+
+
 @pytest.mark.skipif("SIM_LIBRARY" in os.environ, reason="needs a real card: TF32")
 def test_tf32_is_used_for_the_call_only():
     a = torch.randn(512, 512, device="cuda")

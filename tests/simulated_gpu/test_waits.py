@@ -1,5 +1,7 @@
 """The host waits for a device within no step, whatever the data and the options."""
 
+import itertools
+
 import pytest
 import simulation
 import torch
@@ -83,3 +85,32 @@ def test_no_batch_of_an_evaluation_waits_for_the_device(kind, verb):
     waits(model, verb, kind, 4)
     few, many = (waits(model, verb, kind, steps) for steps in (16, 48))
     assert len(few) == len(many), many
+
+
+# Where the host waits once a call: its file, and the functions there.
+PLACES = {
+    "accelerators.py": {"move"},  # the net goes to the device
+    "data/arrays.py": {"fingerprints"},  # state that state dicts leave out, before the first fit
+    "losses/guards.py": {"_bounds", "suspicion"},  # the first batch's values
+    "metrics/conversions.py": {"_check_targets", "_is_between_0_and"},  # the same
+    "metrics/group.py": {"_plain", "loss_sums"},  # results at the end
+    "metrics/sums.py": {"result", "to"},
+    "metrics/torchmetrics_adapter.py": {"update", "to", "_counts_nothing"},  # the first batch
+    "training/log.py": {"sums"},  # results at the end
+    "training/update.py": {"_guess"},  # the labels of an accumulated update's first batch
+    "training/jit/optimizer.py": {"<setcomp>", "__init__"},  # compiling
+    "training/jit/proof.py": {"_change", "_distance", "_norm"},  # a graph's first call
+}
+
+
+def test_the_host_waits_at_listed_places_alone():
+    found = set()
+    for kind, option in zip(itertools.cycle(("stream", "arrays", "pinned")), OPTIONS.values()):
+        torch.manual_seed(0)
+        model = fitkit.Model(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
+        model.compile("adam", "cross_entropy", accelerator="gpu", devices=[1], **option)
+        for verb in ("fit", "evaluate", "predict"):
+            found.update(waits(model, verb, kind, 16))
+    places = {(line.partition(":")[0], line.partition(" ")[2]) for line in found}
+    listed = {(file, function) for file, functions in PLACES.items() for function in functions}
+    assert places == listed

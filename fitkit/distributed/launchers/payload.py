@@ -21,6 +21,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import torch
+from torch.nn.utils import parametrize
 
 from fitkit.distributed.script_objects import is_of_script
 from fitkit.errors import ConfigurationError
@@ -120,6 +121,9 @@ class _Pickler(cloudpickle.Pickler):
         elif hasattr(type(value), "_state_for_ranks"):
             state = value._state_for_ranks(self._strategy)
             reduced = (copyreg.__newobj__, (type(value),), state)  # type: ignore[attr-defined]
+        elif isinstance(value, torch.nn.Module) and parametrize.is_parametrized(value):
+            plain = parametrize.type_before_parametrizations(value)
+            reduced = (plain.__new__, (plain,), vars(value), None, None, _parametrize)
         elif isinstance(value, torch.Generator):
             reduced = (_generator, (value.get_state(), value.device.type))
         elif value is torch.ops or value is torch.classes:
@@ -161,6 +165,14 @@ class _Pickler(cloudpickle.Pickler):
         with open(file, "wb", closefd=False) as stream:
             stream.write(flat.data)
         return len(self._files) - 1
+
+
+def _parametrize(module: torch.nn.Module, attributes: dict[str, Any]) -> None:
+    """Give a layer its parts, and the class that torch made for its parametrized weights."""
+    vars(module).update(attributes)
+    parametrize._inject_new_class(module)
+    for name in attributes["_modules"]["parametrizations"]:
+        parametrize._inject_property(module, name)
 
 
 def _anonymous_file() -> int:
