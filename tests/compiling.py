@@ -14,6 +14,14 @@ HAS_COMPILER = pytest.mark.skipif(
 )
 
 
+def every_second(cases):
+    """The cases of a test, of which every second is among the slow ones."""
+    return [
+        case if number % 2 == 0 else pytest.param(case, marks=pytest.mark.slow)
+        for number, case in enumerate(cases)
+    ]
+
+
 def compiled_anew():
     """How many graphs torch has compiled since this was called before."""
     found = torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)

@@ -442,7 +442,7 @@ class DP(Strategy):
     def connect(self, assignment: Assignment) -> Strategy:
         self._warned = set()
         kind = assignment.devices[0].type
-        if kind != "cpu" and not hasattr(torch._C, "_broadcast_coalesced"):
+        if kind not in ("cpu", "cuda") and not hasattr(torch._C, "_broadcast_coalesced"):
             raise ConfigurationError(
                 f"strategy='{self.name}' replicates nets on {kind} devices by functions that this "
                 "build of torch doesn't have. Write strategy='ddp', where each device has a "

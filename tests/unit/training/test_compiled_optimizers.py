@@ -224,7 +224,16 @@ def hows(kind):
     return [how for how in HOW if kind is not optim.SparseAdam or "clipped" not in how]
 
 
-@pytest.mark.parametrize("name", sorted(CLASSES))
+FAST = ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Muon", "LBFGS")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+        for name in sorted(CLASSES)
+    ],
+)
 def test_a_traced_update_is_the_optimizers_own(name):
     """Each class in one way; "several in a call" is a copy of the graph for each step."""
     kind, number = CLASSES[name], sorted(CLASSES).index(name)

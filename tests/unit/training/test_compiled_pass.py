@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fitkit
 from fitkit.training.jit import evaluation
 from fitkit.training.jit.graph_calls import GraphCalls
-from tests.compiling import TRACED, Branching, compiled_anew
+from tests.compiling import TRACED, Branching, compiled_anew, every_second
 
 torch.manual_seed(0)
 X = torch.randn(85, 6, dtype=torch.float64)
@@ -98,7 +98,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("steps", [1, 6])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", every_second(CASES))
 def test_an_evaluation_gives_what_plain_pytorch_gives_and_compiles_once(name, steps, recwarn):
     compiled, data, wanted = CASES[name]
     model = model_of(**compiled, jit_compile=TRACED, steps_per_execution=steps)

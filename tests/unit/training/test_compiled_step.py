@@ -13,7 +13,7 @@ from fitkit.training.jit.graph_calls import GraphCalls
 from fitkit.training.jit.passes import faster
 from fitkit.training.jit.programs import traces_gradients
 from fitkit.training.jit.tracing import why_uncompiled
-from tests.compiling import HAS_COMPILER, TRACED, Branching, compiled_anew
+from tests.compiling import HAS_COMPILER, TRACED, Branching, compiled_anew, every_second
 
 pytestmark = pytest.mark.skipif(not traces_gradients(), reason="this torch compiles no gradients")
 partial = functools.partial
@@ -103,7 +103,7 @@ def assert_same(one, other, tolerance=1e-10):
             assert history[name] == pytest.approx(values, abs=tolerance), name
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", every_second(CASES))
 def test_a_compiled_step_gives_what_an_eager_one_gives(name, recwarn):
     plain = trained(CASES[name])
     model, histories = trained(CASES[name], jit_compile=TRACED)
@@ -168,11 +168,11 @@ def dropping():
     ("net", "callbacks", "group", "unchecked"),
     [
         (perceptron, [], 8, 8),  # eight steps a call
-        (perceptron, [], 12, 5),  # four
+        pytest.param(perceptron, [], 12, 5, marks=pytest.mark.slow),  # four
         (perceptron, [], 1, 32),
         (dropping, [DropsAll], 12, 3),  # a dropout of 1 draws other numbers: as written
         (dropping, [DropsAll], 1, 0),
-        (Keeping, [], 12, 0),
+        pytest.param(Keeping, [], 12, 0, marks=pytest.mark.slow),
         (Keeping, [], 1, 0),
         (Toggling, [], 1, 0),
     ],
