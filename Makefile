@@ -8,7 +8,7 @@
 #   make test-engines   DeepSpeed, Horovod, torch_tpu and Ray for real, each in an environment of its own (Horovod is compiled: half an hour)
 #   make test-cluster   across two "hosts" (network namespaces: Linux, root)
 #   make test-gpu    what needs an NVIDIA GPU, then benchmarks/gpu.py, with the torch that is there: PYTHON=python3
-#   make test-simulated-gpu   what speaks to devices, on simulated GPUs (Linux, g++): ARGS=all for all of it
+#   make test-simulated-gpu   what speaks to devices, on simulated GPUs (Linux, g++): ARGS=short for what CI runs, ARGS=all for all
 #   make lint        ruff: rules and formatting     make typecheck   mypy, and pyright on what users write
 #   make bench       the benchmarks                 make bench ARGS="step arrays --quick"
 #   make bench-peers other libraries for them, in an environment of their own
@@ -91,12 +91,18 @@ test-gpu:
 SIMULATED := tests/simulated_gpu/run.py
 ON_GPU = $(BIN)/python $(SIMULATED) --kind $(1) -- -m pytest -q -p plugin -n 2 --dist load
 test-simulated-gpu: $(STAMP)
+ifeq ($(ARGS),short)
+	@$(call ON_GPU,cuda) tests/simulated_gpu tests/gpu --ignore tests/gpu/test_no_waiting.py
+else
 	@$(call ON_GPU,cuda) tests/simulated_gpu tests/gpu
-	@$(call ON_GPU,npu) tests/simulated_gpu/test_matrix.py -k "one_device or precisions or ddp_spawn"
+	@$(call ON_GPU,npu) tests/simulated_gpu/test_matrix.py
 	@$(call ON_GPU,mps) tests/simulated_gpu/test_matrix.py
+endif
 ifeq ($(ARGS),all)
-	@SIM_TESTS=1 $(call ON_GPU,cuda) -m "not slow" tests/unit/training tests/unit/data tests/unit/metrics tests/unit/callbacks
+	@$(call ON_GPU,cuda) tests/docs/test_snippets.py
+	@SIM_TESTS=1 $(call ON_GPU,cuda) -m "not slow" $(addprefix tests/unit/, training data metrics callbacks checkpoint distributed/precision)
 	@SIM_TESTS=ranks $(call ON_GPU,cuda) -m "not slow" tests/distributed
+	@$(BIN)/python tests/simulated_gpu/mutants.py
 endif
 
 test-engines: $(STAMP)
@@ -158,7 +164,7 @@ define CPU_BUILD
 endef
 
 # A candidate is asked to run, because a name on the PATH may be a version manager's empty shim.
-# --no-compile: the demo imports a twentieth of the files; compiling them all takes 30 s of a core.
+# --no-compile: the demo imports a twentieth of the files; compiling them all takes 30 s of a core. So do all others.
 $(DEMO): setup.cfg setup.py pyproject.toml requirements/constraints.txt
 	@set -e; \
 	if ! grep -qxF "$(CURDIR)" $(DEMO) $(STAMP) 2>/dev/null || ! $(BIN)/python -c pass 2>/dev/null; then \
@@ -195,7 +201,7 @@ $(STAMP): $(DEMO)
 	@set -e; \
 	rm -f $@; \
 	echo "[setup] what tests, documentation and releases need: about a minute"; \
-	$(INSTALL) -e ".[dev]"; \
-	$(INSTALL) --no-deps aeon; \
+	$(INSTALL) --no-compile -e ".[dev]"; \
+	$(INSTALL) --no-compile --no-deps aeon; \
 	printf '%s\n' "$(CURDIR)" > $@; \
 	echo "[setup] done; later calls skip this"

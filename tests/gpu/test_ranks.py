@@ -11,6 +11,12 @@ from fitkit.strategies import FSDPStrategy
 X, Y = torch.randn(203, 6), torch.randint(0, 3, (203,))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def workers_end_with_the_tests():
+    yield
+    end_workers()
+
+
 def trained(devices, strategy, **arguments):
     torch.manual_seed(1)
     model = fitkit.Model(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)))
@@ -47,7 +53,6 @@ def test_two_gpus_learn_what_one_does(strategy, arguments):
     if strategy in ("dp", "fsdp") and "jit_compile" in arguments:
         pytest.skip("is refused")
     one, two = trained(1, "auto", **arguments), trained(2, strategy, **arguments)
-    end_workers()
     near = 5e-2 if "precision" in arguments else 1e-4
     for name, values in one[0].items():
         assert two[0][name] == pytest.approx(values, rel=near, abs=near)
@@ -59,5 +64,4 @@ def test_parameters_in_main_memory_learn_what_those_on_the_devices_do():
         pytest.skip("needs two CUDA devices")
     offloaded = FSDPStrategy(nn.Linear, cpu_offload=True)
     one, two = trained(1, "auto"), trained(2, offloaded, gradient_clip_val=1e6)
-    end_workers()
     torch.testing.assert_close(*map(torch.from_numpy, (two[1], one[1])), rtol=1e-4, atol=1e-4)

@@ -18,6 +18,8 @@ ROOT = run.HERE.parents[1]
 MATRIX = "tests/simulated_gpu/test_matrix.py"
 WAITS = "tests/simulated_gpu/test_waits.py"
 FEEDING = "tests/gpu/test_feeding.py"
+PROMISES = "tests/simulated_gpu/test_promises.py"
+ORDER = "tests/unit/data/test_to_device.py"  # of events, with streams that are lists
 REPLICAS = "tests/gpu/test_replicas.py"
 
 
@@ -45,7 +47,7 @@ MUTANTS = [
         "data/to_device.py",
         "return tensor if tensor.is_pinned() else tensor.pin_memory()",
         "return tensor",
-        (WAITS, "-k", "stream"),
+        (PROMISES,),
     ),
     Mutant(
         "no step waits: indices are sent without waiting",
@@ -66,7 +68,7 @@ MUTANTS = [
         "data/to_device.py",
         "            with streams.aside():\n                moved",
         "            if True:\n                moved",
-        (FEEDING,),
+        (ORDER,),
     ),
     Mutant(
         "a step waits for its own batch",
@@ -87,7 +89,7 @@ MUTANTS = [
         "data/to_device.py",
         "            if len(computed) >= LEAD:\n",
         "            if False:\n",
-        (FEEDING,),
+        (ORDER,),
     ),
     Mutant(
         "a prediction is copied after it was computed",
@@ -115,14 +117,14 @@ MUTANTS = [
         "distributed/strategies/base.py",
         "return self.devices[min(self.world.local_rank, len(self.devices) - 1)]",
         "return self.devices[0]",
-        (MATRIX, "tests/gpu/test_ranks.py", "-k", "ddp_spawn-plain or share"),
+        (PROMISES,),
     ),
     Mutant(
         "devices=[1, 3] are these two: the chosen one is the current one",
         "accelerators.py",
         "    module.set_device(device.index or 0)\n    try:",
         "    try:",
-        ("tests/gpu", MATRIX, "-k", "one_device or ddp_spawn or current"),
+        (PROMISES,),
     ),
     Mutant(
         "the caller's current device is put back",
@@ -137,14 +139,14 @@ MUTANTS = [
         "def backends_for(device: torch.device) -> str:\n",
         "def backends_for(device: torch.device) -> str:\n"
         '    return "gloo"\n\n\ndef _old(device):\n',
-        ("tests/gpu/test_ranks.py", MATRIX, "-k", "two"),
+        (PROMISES,),
     ),
     Mutant(
         "dp: a replica on each device",
         "distributed/strategies/dp.py",
         "replicas = replicate(self.module, list(self._devices[: len(parts)]))",
         "replicas = replicate(self.module, [self._devices[0]] * len(parts))",
-        (REPLICAS, MATRIX, "-k", "dp"),
+        (PROMISES,),
     ),
     Mutant(
         "dp: parts are computed in threads",
@@ -158,7 +160,7 @@ MUTANTS = [
         "distributed/precision/scaling.py",
         "        self._copied.synchronize()",
         "        pass",
-        (MATRIX, "tests/gpu/test_memory_and_precision.py", "-k", "precision"),
+        (PROMISES,),
     ),
     Mutant(
         "a loss's tensors are where the batch is",
@@ -198,8 +200,8 @@ MUTANTS = [
     Mutant(
         "log_gpu_memory logs the use",
         "accelerators.py",
-        "def held_bytes(device: torch.device) -> int:\n",
-        "def held_bytes(device: torch.device) -> int:\n    return 0\n\n\ndef _old(device):\n",
+        "def peak_bytes(device: torch.device) -> int:\n",
+        "def peak_bytes(device: torch.device) -> int:\n    return 0\n\n\ndef _old(device):\n",
         ("tests/gpu/test_memory_and_precision.py", "-k", "logs"),
     ),
     Mutant(
@@ -207,7 +209,7 @@ MUTANTS = [
         "random_states.py",
         '"devices": generator_states([current_device()] if devices is None else devices),',
         '"devices": [],',
-        ("tests/simulated_gpu", "-k", "resumed or random"),
+        (PROMISES,),
     ),
     Mutant(
         "a net's parameters stay the same objects when it moves",
@@ -254,7 +256,7 @@ def lives(mutant: Mutant) -> bool:
         done = subprocess.run(
             [*command, *mutant.tests], cwd=copy, env=environment, capture_output=True, text=True
         )
-    if done.returncode not in (0, 1):
+    if done.returncode and " failed" not in done.stdout:
         raise SystemExit(done.stdout + done.stderr)
     return done.returncode == 0
 

@@ -1,0 +1,134 @@
+"""What the pages promise about GPUs, where equal numbers don't show it."""
+
+import pytest
+import simulation
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fitkit
+from tests.nets import classification
+
+pytestmark = pytest.mark.skipif(simulation.KIND != "cuda", reason="these are CUDA's promises")
+
+X, Y = classification(48, 6)
+
+
+def compiled(net, devices, **options):
+    model = fitkit.Model(net)
+    hardware = {"accelerator": "gpu", "devices": devices}
+    model.compile("sgd", "cross_entropy", learning_rate=0.1, **hardware, **options)
+    return model
+
+
+class Placed(nn.Module):
+    """Refuses to compute where it isn't on the current device."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x):
+        assert x.device == self.layer.weight.device
+        assert x.device.index == torch.cuda.current_device()
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "dp"])
+def test_the_chosen_device_is_the_current_one_in_each_verb(strategy):
+    model = compiled(Placed(), [3] if strategy == "auto" else [1, 3], strategy=strategy)
+    model.fit(X, Y, batch_size=8, validation_data=(X, Y), verbose=0)
+    model.evaluate(X, Y, verbose=0)
+    model.predict(X, verbose=0)
+    assert torch.cuda.current_device() == 0
+
+
+class Where(fitkit.callbacks.Callback):
+    """Each rank's device, and how it speaks to the others."""
+
+    def on_train_end(self, logs=None):
+        device = next(self.model.net.parameters()).device
+        assert device.index == torch.cuda.current_device() == [1, 3][self.model.global_rank]
+        assert "cuda:nccl" in dist.get_backend_config()
+
+
+def test_each_rank_has_a_device_of_its_own_and_speaks_by_nccl():
+    model = compiled(nn.Linear(6, 3), [1, 3])
+    model.fit(X, Y, batch_size=8, callbacks=[Where()], verbose=0)
+
+
+def test_each_replica_has_a_device_of_its_own():
+    seen = set()
+
+    class Seen(Placed):
+        def forward(self, x):
+            seen.add(x.device.index)
+            return super().forward(x)
+
+    compiled(Seen(), [1, 3], strategy="dp").fit(X, Y, batch_size=8, verbose=0)
+    assert seen == {1, 3}
+
+
+def test_an_update_with_infinite_gradients_is_left_out_as_a_plain_loop_does_it():
+    x = X.clone()
+    x[17] = 1e6  # too large for float16
+    torch.manual_seed(0)
+    net = nn.Linear(6, 3).to("cuda:1")
+    optimizer, scaler = torch.optim.SGD(net.parameters(), 0.1), torch.amp.GradScaler("cuda")
+    for part, labels in zip(x.split(8), Y.split(8), strict=True):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            prediction = net(part.to("cuda:1"))
+        loss = nn.functional.cross_entropy(prediction.float(), labels.to("cuda:1"))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    torch.manual_seed(0)
+    model = compiled(
+        nn.Linear(6, 3), [1], precision="16-mixed",
+        lr_scheduler={"scheduler": Counted, "interval": "step"},
+    )  # fmt: skip
+    model.fit(x, Y, batch_size=8, shuffle=False, verbose=0)
+    torch.testing.assert_close(model.net.weight.cpu(), net.weight.cpu())
+    assert Counted.steps == 6 - 1  # a schedule moves with updates
+
+
+class Counted(torch.optim.lr_scheduler.LRScheduler):
+    steps = -1
+
+    def get_lr(self):
+        Counted.steps += 1
+        return self.base_lrs
+
+
+def test_a_dropout_goes_on_with_its_numbers_on_another_gpu(tmp_path):
+    def made(devices):
+        torch.manual_seed(5)
+        return compiled(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)), devices)
+
+    whole = made([1])
+    whole.fit(X, Y, batch_size=8, epochs=2, verbose=0)
+    half = made([1])
+    half.fit(X, Y, batch_size=8, epochs=1, verbose=0)
+    half.save(tmp_path / "half.h5")
+    torch.manual_seed(99)
+    rest = made([2])
+    rest.fit(X, Y, batch_size=8, epochs=2, verbose=0, resume_from=tmp_path / "half.h5")
+    for one, other in zip(rest.net.parameters(), whole.net.parameters(), strict=True):
+        torch.testing.assert_close(one.cpu(), other.cpu(), rtol=0, atol=0)
+
+
+def test_batches_leave_main_memory_from_where_the_device_fetches_them(monkeypatch):
+    sent, send = [], torch.Tensor.to
+
+    def to(tensor, *given, **named):
+        if named.get("non_blocking") and tensor.is_cpu and tensor.ndim:
+            sent.append(tensor.is_pinned())
+        return send(tensor, *given, **named)
+
+    model = compiled(nn.Linear(6, 3), [1])
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), 8)
+    model.fit(loader, verbose=0)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    model.fit(loader, verbose=0)
+    assert sent.count(True) == 2 * 6
