@@ -62,6 +62,8 @@ class Transfer:
         labels: Iterable[str] = LABEL_KEYS,
     ) -> None:
         self.device = device
+        # Copies to Apple's GPUs may be overtaken by changes of their source (pytorch#83015).
+        self._may_be_behind: bool = device.type != "mps"
         self.labels: tuple[str, ...] = tuple(labels)
         self.memory_format = memory_format
         self.ready: Any = None
@@ -141,7 +143,7 @@ class Transfer:
             raise ConfigurationError(META.format(name="A batch's entry"))
         if self.pin is not None and tensor.device.type == "cpu":
             tensor = self.pin(tensor.to(dtype))
-        return tensor.to(self.device, dtype, non_blocking=True)
+        return tensor.to(self.device, dtype, non_blocking=self._may_be_behind)
 
     def _laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.memory_format is None or tensor.ndim != 4 or not tensor.is_floating_point():

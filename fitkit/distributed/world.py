@@ -26,6 +26,8 @@ from fitkit.distributed.collectives import Collectives, ProcessGroup, Solo, agre
 from fitkit.distributed.stores import PromptStore, meets_by_files
 from fitkit.errors import ConfigurationError, WorkerError
 
+NCCL_FAILURES = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""The variable that says what NCCL's watchdog does about a rank that has gone."""
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """The variable that says at which of a machine's addresses gloo's connections are made."""
 
@@ -66,8 +68,8 @@ _connections: set[tuple[int, int]] = set()
 """That group's connections: file numbers and inodes."""
 _group_store: PromptStore | None = None
 """That group's store."""
-_interface: str | None = None
-"""What the variable was before the group was made; None where it was left alone."""
+_variables: dict[str, str | None] = {}
+"""What environment variables were before the group was made; None for those that weren't there."""
 _abandoned = False
 """Whether this process hangs in a group that it tried to leave."""
 
@@ -118,6 +120,9 @@ def enter(
             _group_store = meeting
             meeting.set_timeout(timeout or default_pg_timeout)
         agree_on_key(meeting, world.rank)
+        if store is not None and "nccl" in chosen and NCCL_FAILURES not in os.environ:
+            # Abort the exchange. torch's default ends the process, which is rank 0's: the user's.
+            _set_until_left(NCCL_FAILURES, "2")
         # NCCL's threads ask their store at all times, which Python's isn't for.
         given = meeting if chosen == "gloo" else store
         with counting_connections():
@@ -137,26 +142,32 @@ def enter(
 
 def leave() -> None:
     """Leave the process group, without waiting for ranks that may be gone."""
-    global _own_group, _group_store, _interface
+    global _own_group, _group_store
     if dist.is_initialized():
         dist.destroy_process_group()
     else:  # A group that couldn't be made counts, and the next one's name must be new ranks', too.
         dist.distributed_c10d._world.group_count = 0
-    if _interface is not None:
-        os.environ[INTERFACE] = _interface
-        if not _interface:
-            del os.environ[INTERFACE]
-    _own_group = _group_store = _interface = None
+    while _variables:
+        name, before = _variables.popitem()
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+    _own_group = _group_store = None
 
 
 def _stay_on_this_machine() -> None:
     """Let gloo listen at the loopback address until `leave`; its own choice is the host name's."""
-    global _interface
     names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
     loopback = next((name for name in names if name in ("lo", "lo0")), None)
     if loopback is not None:
-        _interface = os.environ.get(INTERFACE, "") if _interface is None else _interface
-        os.environ[INTERFACE] = loopback
+        _set_until_left(INTERFACE, loopback)
+
+
+def _set_until_left(variable: str, value: str) -> None:
+    """Set an environment variable until `leave`."""
+    _variables.setdefault(variable, os.environ.get(variable))
+    os.environ[variable] = value
 
 
 def abandon() -> None:

@@ -38,7 +38,7 @@ MUTANTS = [
     Mutant(
         "no step waits: batches are sent without waiting",
         "data/to_device.py",
-        "return tensor.to(self.device, dtype, non_blocking=True)",
+        "return tensor.to(self.device, dtype, non_blocking=self._may_be_behind)",
         "return tensor.to(self.device, dtype)",
         (WAITS, "-k", "pinned"),
     ),

@@ -1,5 +1,7 @@
 """What the pages promise about GPUs, where equal numbers don't show it."""
 
+import os
+
 import pytest
 import simulation
 import torch
@@ -50,11 +52,21 @@ class Where(fitkit.callbacks.Callback):
         device = next(self.model.net.parameters()).device
         assert device.index == torch.cuda.current_device() == [1, 3][self.model.global_rank]
         assert "cuda:nccl" in dist.get_backend_config()
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"  # a notebook's kernel stays
 
 
 def test_each_rank_has_a_device_of_its_own_and_speaks_by_nccl():
     model = compiled(nn.Linear(6, 3), [1, 3])
     model.fit(X, Y, batch_size=8, callbacks=[Where()], verbose=0)
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+
+
+def test_sparse_gradients_are_refused_by_name_where_devices_cannot_exchange_them():
+    net = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Flatten(), nn.Linear(6, 3))
+    x = torch.randint(5, (48, 2))
+    compiled(net, [1]).fit(x, Y, batch_size=8, verbose=0)
+    with pytest.raises(fitkit.ConfigurationError, match="gradients of net.0 are sparse"):
+        compiled(net, [1, 3]).fit(x, Y, batch_size=8, verbose=0)
 
 
 def test_each_replica_has_a_device_of_its_own():

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from fitkit.accelerators import empty_cache
 from fitkit.distributed import world
 from fitkit.distributed.launchers.meeting_folder import MeetingFolder
 from fitkit.distributed.launchers.payload import Payload, load
@@ -334,6 +335,7 @@ def _run_call(call: CallMessage, files: socket.socket, folder: MeetingFolder, ra
     try:
         launcher = RankLauncher(strategy, timeout=LOAD_TIMEOUT, store=store)
         launcher.launch(verb, function, *arguments)
+        empty_cache(strategy.device)  # for rank 0's process, which may compute alone now
     except WorkerError as error:
         # Another rank failed. Rank 0 ends this process once it knows which one. If this process
         # exited by itself, rank 0 might take its exit for the cause.

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fitkit import trees
+from fitkit.accelerators import is_accelerator
 from fitkit.arguments import check_choice, check_count, check_flag, check_number
 from fitkit.distributed.collectives import Collectives, Solo
 from fitkit.distributed.exchange.hooks import check_hook, resolve_hook
@@ -197,6 +198,7 @@ class DDP(Strategy):
         wrapped = self.wrap_for_evaluation(module)
         if not averages or self.collectives.world_size == 1:
             return wrapped
+        self._check_gradients(module)
         can_compile = compiles and wrapped.is_bare and not self.has_engine
         carrier = self._new_carrier(module) if may_count else None
         wrapper = DDPWrapper(wrapped, carrier, self.configure_ddp, type(self).__name__)
@@ -207,6 +209,22 @@ class DDP(Strategy):
         else:
             self._wrapper = wrapper
         return wrapped
+
+    def _check_gradients(self, module: torch.nn.Module) -> None:
+        """Refuse layers whose gradients are sparse, which only gloo sums.
+
+        Raises:
+            ConfigurationError: with the layer's name.
+        """
+        if not is_accelerator(self.device) or self.process_group_backend == "gloo":
+            return
+        for name, layer in module.named_modules():
+            learns = any(parameter.requires_grad for parameter in layer.parameters(recurse=False))
+            if learns and getattr(layer, "sparse", False) is True:
+                raise ConfigurationError(
+                    f"The gradients of {name} are sparse, and {self.device.type} devices can't "
+                    f"exchange those. Write sparse=False in {type(layer).__name__}."
+                )
 
     def _new_carrier(self, module: torch.nn.Module) -> torch.nn.Parameter | None:
         """An extra parameter for DDP to average. None if DDP wouldn't see that it is used, or
