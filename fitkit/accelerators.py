@@ -66,8 +66,8 @@ def move(module: torch.nn.Module, device: torch.device) -> None:
     """
     before = torch.__future__.get_swap_module_params_on_conversion()
     there = torch.empty(0, device=device)
-    kinds = {parameter.device: parameter for parameter in module.parameters()}.values()
-    stay = all(torch._has_compatible_shallow_copy_type(one, there) for one in kinds)
+    plain = {one.device: one for one in module.parameters() if type(one.data) is torch.Tensor}
+    stay = all(torch._has_compatible_shallow_copy_type(one, there) for one in plain.values())
     torch.__future__.set_swap_module_params_on_conversion(before or not stay)
     try:
         module.to(device)
