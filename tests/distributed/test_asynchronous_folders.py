@@ -108,6 +108,7 @@ def test_a_rank_that_fails_ends_the_fit_with_its_error(tmp_path, rank):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.slow
 def test_a_slow_rank_is_waited_for(tmp_path, rank):
     saves = ModelCheckpoint(tmp_path / "{epoch}.dcp", asynchronous=True)
     trained(FSDPStrategy(wrap=None), saves, Failing(rank, "slow"), epochs=2)

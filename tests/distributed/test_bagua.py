@@ -250,6 +250,7 @@ def test_parameters_that_are_set_free_in_mid_training_are_exchanged_too():
         assert not torch.equal(model.net[0].weight, before)
 
 
+@pytest.mark.slow
 def test_qadam_says_which_optimizer_it_needs():
     model = compiled("qadam", optimizer="adam")
     with pytest.raises(fitkit.ConfigurationError, match="optimizer='qadam'"):

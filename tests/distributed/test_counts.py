@@ -311,6 +311,7 @@ def test_every_strategy_weighs_alike(strategy, own):
     assert apart(model.net, wanted) < 1e-12
 
 
+@pytest.mark.slow
 def test_three_ranks_with_uneven_rows():
     x, y = tokens()
     x, y = x[:37], y[:37]  # 12, 12, 12 and 1

@@ -76,6 +76,7 @@ def free_port():
         return str(server.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_the_tasks_of_slurm_are_the_ranks(tmp_path):
     job = {
         "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",

@@ -237,6 +237,7 @@ def test_a_call_that_one_rank_alone_makes_is_named_after_the_timeout():
     assert len(train().history["loss"]) == 2  # and the next call works
 
 
+@pytest.mark.slow
 def test_a_stream_without_batches_is_refused_on_several_ranks():
     with pytest.raises(fitkit.ConfigurationError, match="x is empty: it gave no batches"):
         compiled().fit((batch for batch in []), verbose=0)

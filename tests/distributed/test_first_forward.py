@@ -72,6 +72,7 @@ def test_the_ranks_agree_from_the_first_batch_on(strategy, how, parts, options):
 
 
 @pytest.mark.parametrize("how", ["from the batch", "drawn"])
+@pytest.mark.slow
 def test_fsdp_refuses_a_parameter_that_it_would_lose(how):
     model = fitkit.Model(Setting(how))
     model.compile("sgd", "mse", accelerator="cpu", devices=2, strategy="fsdp")

@@ -430,6 +430,7 @@ def test_half_precision_trains(precision):
     assert losses[-1] < losses[0] and model.global_step == alone.global_step
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_leaves_the_model_as_it_was_before_fit():
     model = fitkit.Model(still(net()))
     model.compile("adam", "cross_entropy", **on(2))
@@ -594,6 +595,7 @@ def on_meta():
         pytest.param({"strategy": "ddp_spawn"}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_net_on_the_meta_device_gets_the_same_numbers_on_any_ranks(hardware):
     found = []
     for where in ({}, {"devices": 2, **hardware}):

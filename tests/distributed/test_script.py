@@ -104,6 +104,7 @@ def test_a_module_of_a_package_with_arguments_trains_as_one_process(start, tmp_p
     assert (tmp_path / "rank1.txt").read_text() == "127.0.0.1 2 1 1 0 1 1 2 False 7\n"
 
 
+@pytest.mark.slow
 def test_an_error_of_all_ranks_can_be_caught_and_one_of_one_rank_ends_all(start):
     process = start(
         """
@@ -126,6 +127,7 @@ def test_an_error_of_all_ranks_can_be_caught_and_one_of_one_rank_ends_all(start)
     assert "in raises" in err and err.count("Traceback") == 2  # rank 0's own, and rank 1's
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_script_in_seconds(start, tmp_path):
     process = start(
         """
@@ -141,7 +143,11 @@ def test_a_rank_that_is_killed_ends_the_script_in_seconds(start, tmp_path):
     assert since(tmp_path / "killed") < 30
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["kill", "ctrl-c"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGINT],
+    ids=["kill", "ctrl-c"],
+)
 def test_the_ranks_go_with_rank_0(start, tmp_path, number):
     process = start(
         """
@@ -185,6 +191,7 @@ def test_a_rank_that_does_not_come_to_a_call_ends_it_and_says_why(start):
     assert "WorkerError: 1 of 2 ranks joined this call of evaluate" in err
 
 
+@pytest.mark.slow
 def test_without_a_script_workers_take_part_and_it_is_said_once(start):
     process = start(
         """
@@ -283,6 +290,7 @@ def test_lightnings_print_on_every_rank_is_seen_with_output_all(start):
     assert err.splitlines().count("[rank 1] warned") == 2
 
 
+@pytest.mark.slow
 def test_without_it_the_other_ranks_print_nothing(start):
     status, out, err = ended(
         start(TALKS + "    compiled(strategy='ddp').fit(x, y, verbose=0, callbacks=[shown])\n")

@@ -160,6 +160,7 @@ def test_loss_scaling_leaves_out_the_same_updates_everywhere():
     assert models[0].global_step == models[1].global_step
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_call_and_the_optimizer_begins_anew():
     model = fitkit.Model(net())
     model.compile("adam", "cross_entropy", **on(2))
@@ -236,6 +237,7 @@ class ScheduleFreeSGD(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("strategy", ["ddp_sharded", "ddp_spawn"])
+@pytest.mark.slow
 def test_a_schedule_free_optimizer_switches_all_ranks_weights(strategy, tmp_path):
     plain = net()
     optimizer = ScheduleFreeSGD(plain.parameters())

@@ -221,6 +221,7 @@ def ended_process():
     return process.pid
 
 
+@pytest.mark.slow
 def test_variables_left_over_from_a_script_s_ranks_end_with_a_line_that_names_them():
     left_over = {
         "ended": str(ended_process()),

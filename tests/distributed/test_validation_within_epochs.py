@@ -37,6 +37,7 @@ class StopsOneRank(Callback):
     [[], [EarlyStopping("val_accuracy", patience=2)]],
     ids=["alone", "EarlyStopping"],
 )
+@pytest.mark.slow
 def test_two_ranks_validate_where_one_process_does(callbacks):
     options = {"validation_data": V, "validation_freq": 0.3, "epochs": 2, "shuffle": False,
                "verbose": 0, "callbacks": callbacks}  # fmt: skip

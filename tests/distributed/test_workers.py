@@ -428,6 +428,7 @@ def test_a_rank_that_fails_before_it_enters_the_group_is_told_and_the_next_call_
     compiled().fit(X, Y, verbose=0)
 
 
+@pytest.mark.slow
 def test_a_group_that_one_rank_could_not_make_leaves_the_next_call_as_it_would_be(monkeypatch):
     make = dist.distributed_c10d._new_process_group_helper
 
@@ -460,6 +461,7 @@ def test_fewer_samples_than_ranks_are_refused_before_a_process_starts():
     assert workers._pool is None
 
 
+@pytest.mark.slow
 def test_unused_parameters_are_named_with_the_option():
     class Unused(torch.nn.Module):
         def __init__(self):
@@ -702,6 +704,7 @@ def test_the_environment_shows_what_workers_print(monkeypatch, capsys):
     assert "[rank 1]" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_worker_that_ends_leaves_its_last_words_where_output_is_shown(monkeypatch, capsys):
     def dies(batch, logs):
         if torch.distributed.get_rank() == 1:

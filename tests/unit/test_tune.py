@@ -194,7 +194,7 @@ class Bounded(torch.nn.Module):
     ("rows", "mode", "expected"),
     [(20, "power", 16), pytest.param(20, "binsearch", 20, marks=pytest.mark.slow),
      pytest.param(64, "power", 64, marks=pytest.mark.slow), (1000, "power", 64),
-     (1000, "binsearch", 64), (2, "binsearch", 2),
+     pytest.param(1000, "binsearch", 64, marks=pytest.mark.slow), (2, "binsearch", 2),
      pytest.param(63, "binsearch", 63, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_the_largest_batch_that_fits_is_found(rows, mode, expected):

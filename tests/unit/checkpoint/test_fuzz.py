@@ -9,9 +9,10 @@ import torch
 import fitkit
 from fitkit.errors import CheckpointError
 from tests import fuzz
+from tests.compiling import every_second
 
 
-@pytest.mark.parametrize("target", sorted(fuzz.TARGETS))
+@pytest.mark.parametrize("target", every_second(sorted(fuzz.TARGETS)))
 def test_a_few_cases_of_each_target_run_and_find_nothing(tmp_path, target):
     assert fuzz.search(target, [1, 2, 3], tmp_path) == (3, [])
 

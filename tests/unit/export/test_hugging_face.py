@@ -70,6 +70,7 @@ def test_it_learns_by_its_own_loss_as_in_a_plain_loop(rows):
 
 
 @pytest.mark.parametrize("suffix", ["pt2", "onnx"])
+@pytest.mark.slow
 def test_it_exports_with_inputs_by_keyword(tmp_path, suffix):
     if suffix == "onnx":
         pytest.importorskip("onnxscript")

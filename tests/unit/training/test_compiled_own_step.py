@@ -101,7 +101,10 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "options"), KINDS)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [*KINDS[:4], *(pytest.param(*case, marks=pytest.mark.slow) for case in KINDS[4:])],
+)
 def test_a_step_of_ones_own_learns_and_logs_the_same(kind, options, recwarn):
     plain = trained(kind, **options)
     compiled = trained(kind, **options, jit_compile=TRACED)

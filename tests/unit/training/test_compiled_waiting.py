@@ -144,7 +144,8 @@ def check(net, options, steps, jit_compile):
 
 @pytest.mark.parametrize(
     ("net", "options"),
-    [*((net, "plain") for net in NETS), *(("branches", one) for one in list(OPTIONS)[1:]),
+    [*((net, "plain") for net in NETS),
+     *(pytest.param("branches", one, marks=pytest.mark.slow) for one in list(OPTIONS)[1:]),
      ("GRU", "a rate for each step"), ("learns more later", WEIGHED),
      ("learns more later", "a rate for each step"), ("a mean of all batches", "clipping")],
 )  # fmt: skip
