@@ -210,7 +210,7 @@ def _parts(optimizer: Optimizer) -> list[Any]:
 
     The states come first, then the list of groups.
     """
-    parts = [optimizer.state, optimizer.param_groups, *optimizer.param_groups]
+    parts: list[Any] = [optimizer.state, optimizer.param_groups, *optimizer.param_groups]
     parts += [vars(optimizer).get("step"), _has_hooks(optimizer)]
     for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
         parts.append(parameter)
