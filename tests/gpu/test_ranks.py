@@ -7,8 +7,9 @@ from torch import nn
 import fitkit
 from fitkit.distributed.launchers.workers import end_workers
 from fitkit.strategies import FSDPStrategy
+from tests.nets import classification
 
-X, Y = torch.randn(203, 6), torch.randint(0, 3, (203,))
+X, Y = classification(203, 6)
 
 
 @pytest.fixture(autouse=True, scope="module")
