@@ -61,6 +61,8 @@ def same(one, other):
         assert len(one) == len(other)
         for left, right in zip(one, other, strict=True):
             same(left, right)
+    elif isinstance(one, (set, frozenset)):  # their order is chance: that of addresses
+        same(sorted(one, key=str), sorted(other, key=str))
     else:
         assert one == other and str(one) == str(other)
 
