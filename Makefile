@@ -164,7 +164,7 @@ define CPU_BUILD
 endef
 
 # A candidate is asked to run, because a name on the PATH may be a version manager's empty shim.
-# --no-compile: the demo imports a twentieth of the files; compiling them all takes 30 s of a core. So do all others.
+# --no-compile, here and below: the demo imports a twentieth of the files; compiling them all takes 30 s of a core.
 $(DEMO): setup.cfg setup.py pyproject.toml requirements/constraints.txt
 	@set -e; \
 	if ! grep -qxF "$(CURDIR)" $(DEMO) $(STAMP) 2>/dev/null || ! $(BIN)/python -c pass 2>/dev/null; then \

@@ -19,9 +19,11 @@ def workers_end_with_the_tests():
     ).stdout
     assert "launchers.worker" not in children
     # A group that was left may wait for a broken exchange up to its limit (RankGroup.leave).
-    names = {thread.name for thread in threading.enumerate() if "fitkit" in thread.name}
-    names.discard("fitkit-left-group")
-    threads = [thread for thread in threading.enumerate() if thread.name in names]
+    threads = [
+        thread
+        for thread in threading.enumerate()
+        if "fitkit" in thread.name and thread.name != "fitkit-left-group"
+    ]
     for thread in threads:  # one that waited for ranks that never came ends with its own wait
         thread.join(20)
     assert [thread.name for thread in threads if thread.is_alive()] == []

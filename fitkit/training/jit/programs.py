@@ -118,7 +118,7 @@ class Programs:
         if graph is not None and (found := graph.repeat(batches)) is not None:
             return found
         if _has_any_global_hook():
-            raise UncompiledError(HOOKS)
+            raise UncompiledError("all modules have hooks, whose changes torch doesn't notice")
         given = batches if entered is None else [entered(batch) for batch in batches]
         program = self._compiled.get(key)
         is_new = program is None
@@ -272,9 +272,6 @@ def _compilers_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo import exc  # takes a second, so only users who compile wait for it
 
     return UncompiledError, exc.TorchDynamoException, exc.FailOnRecompileLimitHit
-
-
-HOOKS = "all modules have hooks, and torch doesn't notice when these are added or removed"
 
 
 def _nothing() -> None:

@@ -513,8 +513,7 @@ class JitUpdate:
         traced = self._traced
         assert isinstance(traced, TracedStep)
         may_learn = [p for p in self._parameters if p.requires_grad]
-        if _have_hooks(may_learn):
-            raise UncompiledError("a parameter has hooks on its gradient")
+        _refuse_hooks(may_learn)
         losses = self._model._fitkit.compilation.loss_modules
         put_back = _restorer(modules_of(self._model, *losses))
         drawn = random_state()
@@ -536,8 +535,7 @@ class JitUpdate:
             UncompiledError: these gradients can't be compiled.
         """
         self._programs.check()
-        if _have_hooks(may_learn):
-            raise UncompiledError("a parameter has hooks on its gradient")
+        _refuse_hooks(may_learn)
         if any(g is not None and g.layout is not torch.strided for g in gradients):
             raise UncompiledError("some gradients are sparse")
         step = self._step
@@ -587,6 +585,11 @@ def _weighted(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> list[t
     if number == 0.0:
         return [torch.zeros_like(gradient) for gradient in gradients]
     return list(torch._foreach_mul(list(gradients), number))
+
+
+def _refuse_hooks(may_learn: list[nn.Parameter]) -> None:
+    if _have_hooks(may_learn):
+        raise UncompiledError("a parameter has hooks on its gradient")
 
 
 def _have_hooks(may_learn: list[nn.Parameter]) -> bool:
