@@ -284,12 +284,13 @@ def _makes_batches(x: Any, y: Any, sample_weight: Any) -> bool:
 
 
 def _is_batch(item: Any) -> bool:
+    plain = (numbers.Number, str, bytes, type(None))
     if isinstance(item, (tuple, list, Mapping)):
         has_columns = isinstance(item, Mapping) or type(item) is tuple
         return any(
-            is_array(leaf) or (has_columns and isinstance(leaf, str)) for leaf in trees.leaves(item)
+            not isinstance(leaf, plain) or (has_columns and isinstance(leaf, str))
+            for leaf in trees.leaves(item)
         )
-    plain = (numbers.Number, str, bytes, type(None))
     return not (is_array(item) or isinstance(item, plain))
 
 

@@ -394,6 +394,37 @@ def test_a_rank_that_fails_ends_the_call_with_its_traceback(act, words):
     compiled().fit(X, Y, verbose=0)  # the next call works
 
 
+def test_a_registry_that_a_constructor_has_filled_is_missed_with_the_way_out(tmp_path, monkeypatch):
+    (tmp_path / "filled_registry.py").write_text(
+        textwrap.dedent("""
+        from torch import nn
+
+        FUNCTIONS = {}
+
+        class Net(nn.Linear):
+            def __init__(self):
+                super().__init__(6, 3)
+                FUNCTIONS["last"] = nn.Identity()
+
+            def forward(self, x):
+                return FUNCTIONS["last"](super().forward(x))
+        """)
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    from filled_registry import Net
+
+    with pytest.raises(fitkit.WorkerError, match="strategy='ddp'") as caught:
+        compiled(Net()).fit(X, Y, verbose=0)
+    assert "KeyError: 'last'" in caught.value.remote_traceback
+    with pytest.raises(fitkit.WorkerError, match="another kind") as caught:
+        compiled().fit(X, Y, batch_size=8, verbose=0, callbacks=at_second_batch(raise_another_kind))
+    assert "strategy='ddp'" not in str(caught.value)
+
+
+def raise_another_kind():
+    raise ValueError("another kind of error")
+
+
 def test_an_error_of_rank_0_stays_itself_and_ends_the_others():
     with pytest.raises(KeyError, match="mine"):
         compiled().fit(X, Y, batch_size=8, verbose=0, callbacks=at_second_batch(raise_mine, rank=0))

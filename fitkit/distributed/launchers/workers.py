@@ -100,9 +100,11 @@ class WorkersLauncher(RankLauncher):
                     self.others: Pool = _pool_of(self.size, self.shows_output)
                     self.call_store: Store = self.others.begin(payload)
                 return super().launch(verb, function, *arguments)
-            except BaseException:
+            except BaseException as error:
                 end_workers()
                 self._leave()  # takes `LEAVE_S` at most
+                if isinstance(error, WorkerError) and error.rank != 0:
+                    _say_what_was_not_sent(error)
                 raise
 
     def on_rank_zero(self, what: str, work: Callable[[], None]) -> None:
@@ -126,6 +128,17 @@ class WorkersLauncher(RankLauncher):
         names = ["model" if isinstance(a, torch.nn.Module) else type(a).__name__ for a in sent]
         parts = dict(zip(names, sent, strict=True))
         return Payload((self.strategy, verb, function, sent), shape_only, parts, self.strategy)
+
+
+def _say_what_was_not_sent(error: WorkerError) -> None:
+    """Add to a worker's error of a missing name that modules have only what their import gives."""
+    words = error.remote_traceback.strip().splitlines()
+    if words and words[-1].startswith(("AttributeError", "KeyError", "NameError")):
+        error.args = (
+            f"{error}\n\nA worker process imports your modules anew. What your program has put "
+            "into a module since its import, such as a registry that a net's constructor fills, "
+            "isn't there. If that is missing, write strategy='ddp': each rank runs the program.",
+        )
 
 
 START = (

@@ -1,5 +1,7 @@
 """Every kind of data, as batches."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -157,6 +159,9 @@ def test_a_tuple_is_several_inputs_and_a_list_of_pairs_is_batches():
     assert isinstance(make_source(list(pair)), ArraySource)
     assert isinstance(make_source((pair, pair)), ArraySource)
     assert make_source([pair, pair]).steps == 2
+    record = SimpleNamespace(x=torch.zeros(4, 2))
+    for batches in ([record], [(record,)], [[record, record]], [{"graph": record}]):
+        assert make_source(batches).steps == 1
 
 
 def test_targets_beside_a_loader_are_refused():
