@@ -1,18 +1,22 @@
 """How much a reader of fitkit/ must know, in figures: `python -m tests.house`.
 
-Files and code lines (without blanks, docstrings and comments), fitkit's own frames between `fit`
-and the net's forward, the files that a second `fit` runs code of, and the largest ring of imports,
-with those for annotations alone counted and without. The house is judged by reading; these show a
-trend.
+For the core and for `extras/`: files, and tokens and code lines without blanks, docstrings and
+comments. For the whole: branches, the share of `Any` among the parameters in `training/`, the
+functions there that run a net's forward, the core's files that know of compiled steps, fitkit's own
+frames between `fit` and the net's forward, the files that a second `fit` runs code of, and the
+largest ring of imports, with those for annotations alone counted and without. The house is judged
+by reading; these show a trend.
 """
 
 from __future__ import annotations
 
 import ast
 import io
+import re
 import sys
 import tokenize
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "fitkit"
@@ -23,8 +27,8 @@ FILES = {
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 
 
-def code_lines(path: Path) -> int:
-    """The lines that hold code."""
+def code(path: Path) -> tuple[int, int]:
+    """The lines that hold code, and its tokens."""
     text = path.read_text()
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = {
@@ -33,14 +37,51 @@ def code_lines(path: Path) -> int:
         if isinstance(node, documented) and ast.get_docstring(node) is not None
         for line in range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
     }
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    lines = {
-        line
-        for token in tokens
-        if token.type not in NO_CODE and token.string
-        for line in range(token.start[0], token.end[0] + 1)
-    }
-    return len(lines - docstrings)
+    tokens = [
+        token
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type not in NO_CODE and token.string and token.start[0] not in docstrings
+    ]
+    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    return len(lines), len(tokens)
+
+
+def nodes(names: Iterable[str]) -> Iterator[ast.AST]:
+    """All nodes of some modules' trees."""
+    for name in names:
+        yield from ast.walk(ast.parse(FILES[name].read_text()))
+
+
+def share_of_any(names: Iterable[str]) -> float:
+    """The part of the parameters whose annotation is `Any` or has it at its first place."""
+    found = [
+        ast.unparse(argument.annotation)
+        for node in nodes(names)
+        if isinstance(node, ast.arguments)
+        for argument in (*node.posonlyargs, *node.args, *node.kwonlyargs)
+        if argument.annotation is not None
+    ]
+    return sum(text == "Any" or text.startswith("Any |") for text in found) / len(found)
+
+
+def forwards(names: Iterable[str]) -> list[str]:
+    """The functions that call a net's forward, by whatever name they know it."""
+    found = []
+    for name in names:
+        for node in ast.walk(ast.parse(FILES[name].read_text())):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            inner = {
+                part
+                for child in ast.walk(node)
+                if child is not node and isinstance(child, ast.FunctionDef)
+                for part in ast.walk(child)
+            }
+            calls = [c for c in ast.walk(node) if isinstance(c, ast.Call) and c not in inner]
+            called = {re.sub(r"^.*[._]", "", ast.unparse(call.func)) for call in calls}
+            if called & {"forward", "caller", "wrapped"}:
+                found.append(f"{name}.{node.name}")
+    return found
 
 
 def imports(path: Path, *, annotations: bool) -> set[str]:
@@ -120,11 +161,24 @@ def way_of_fit(*, own_step: bool = False) -> tuple[int, int]:
 
 def main() -> None:
     """Print the figures."""
-    sizes = {name: code_lines(path) for name, path in FILES.items()}
+    sizes = {name: code(path) for name, path in FILES.items()}
+    extras = [name for name in sizes if name.startswith("fitkit.extras")]
+    core = [name for name in sizes if name not in extras]
+    training = [name for name in core if name.startswith("fitkit.training")]
+    for title, names in (("core", core), ("extras", extras)):
+        lines, tokens = (sum(sizes[name][part] for name in names) for part in (0, 1))
+        print(f"{title}: files, code lines, tokens".ljust(38), f"{len(names)}, {lines:,}, {tokens:,}")
+    found = Counter(type(node).__name__ for node in nodes(FILES))
+    median = sorted(lines for lines, _ in sizes.values())[len(sizes) // 2]
+    knows_jit = [
+        name for name in core if ".jit" not in name and "jit" in FILES[name].read_text().lower()
+    ]
     frames, touched = way_of_fit()
-    print(f"files                                  {len(sizes)}")
-    print(f"code lines                             {sum(sizes.values()):,}")
-    print(f"median of a file                       {sorted(sizes.values())[len(sizes) // 2]}")
+    print(f"median of a file                       {median}")
+    print(f"ifs, raises                            {found['If']:,}, {found['Raise']:,}")
+    print(f"Any among parameters in training/      {share_of_any(training):.1%}")
+    print(f"functions that run a forward           {len(forwards(training))}")
+    print(f"core files that mention jit            {len(knows_jit)}")
     print(f"own frames, fit to the net             {frames}")
     print(f"the same, with a training_step         {way_of_fit(own_step=True)[0]}")
     print(f"files that a second fit touches        {touched}")
