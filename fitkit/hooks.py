@@ -15,11 +15,11 @@ from collections.abc import Iterable
 from fitkit.callbacks.base import HOOKS, Callback
 from fitkit.errors import ConfigurationError, warn
 from fitkit.foreign_names import (
-    CALLBACK_ARGUMENTS,
-    CALLBACK_HOOKS,
-    CALLBACK_INSTEAD,
-    INSTEAD,
-    OTHER_NAMES,
+    callback_arguments,
+    callback_hook,
+    instead_of_callback_hook,
+    instead_of_model_hook,
+    model_hook,
 )
 from fitkit.module import Module
 
@@ -102,7 +102,7 @@ def _check_class(kind: type) -> None:
         meant = _meant(name)
         if meant is not None and meant in vars(base):
             continue  # it serves two libraries, or calls the method itself
-        advice = INSTEAD.get(name) or (f"Did you mean {meant}?" if meant else None)
+        advice = instead_of_model_hook(name) or (f"Did you mean {meant}?" if meant else None)
         if advice is not None:
             warn(f"{kind.__name__}.{name} is never called by fitkit. {advice}", code="FK026")
 
@@ -125,21 +125,18 @@ def _check_callback(kind: type) -> None:
         if name in HOOKS:
             _check_arguments(kind, name)
             continue
-        if name in CALLBACK_INSTEAD:
+        if (advice := instead_of_callback_hook(name)) is not None:
             # A callback may have a setup of its own, which it calls itself.
             if name.startswith("on_") or _lightnings_arguments(getattr(kind, name)):
-                warn(
-                    f"{kind.__name__}.{name} is never called by fitkit. {CALLBACK_INSTEAD[name]}",
-                    code="FK026",
-                )
+                warn(f"{kind.__name__}.{name} is never called by fitkit. {advice}", code="FK026")
             continue
         if not name.startswith("on_"):
             continue
+        advice = instead_of_model_hook(name)
         close = difflib.get_close_matches(name, HOOKS, n=1, cutoff=CLOSE)
-        meant = CALLBACK_HOOKS.get(name) or (close[0] if close and name not in INSTEAD else None)
+        meant = callback_hook(name) or (close[0] if close and advice is None else None)
         if meant is not None and getattr(kind, meant) is not getattr(Callback, meant):
             continue  # it serves two libraries, or calls the method itself
-        advice = INSTEAD.get(name)
         if meant is not None:
             arguments = ", ".join(inspect.signature(getattr(Callback, meant)).parameters)
             advice = f"Write def {meant}({arguments})."
@@ -161,7 +158,7 @@ def _check_arguments(kind: type, name: str) -> None:
             return
     except TypeError:
         pass
-    where = "".join(f" {CALLBACK_ARGUMENTS[argument]}." for argument in theirs)
+    where = "".join(f" {callback_arguments()[argument]}." for argument in theirs)
     raise ConfigurationError(
         f"{kind.__name__}.{name} takes {signature}, but fitkit calls it as "
         f"{name}({', '.join(wanted[1:])}). Write def {name}({', '.join(wanted)}).{where}"
@@ -172,7 +169,8 @@ def _lightnings_arguments(function: object) -> list[str]:
     """The arguments of a function that only Lightning gives."""
     if not inspect.isfunction(function):
         return []
-    return [name for name in inspect.signature(function).parameters if name in CALLBACK_ARGUMENTS]
+    theirs = callback_arguments()
+    return [name for name in inspect.signature(function).parameters if name in theirs]
 
 
 def _own_bases(kind: type) -> list[type]:
@@ -185,10 +183,8 @@ def _own_bases(kind: type) -> list[type]:
 
 def _meant(name: str) -> str | None:
     """The hook that a name looks like; None where it looks like none."""
-    if name in OTHER_NAMES:
-        return OTHER_NAMES[name]
     close = difflib.get_close_matches(name, MODEL_HOOKS, n=1, cutoff=CLOSE)
-    return close[0] if close else None
+    return model_hook(name) or (close[0] if close else None)
 
 
 def step_arguments(model: Module, step: str) -> tuple[str, ...]:

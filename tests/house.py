@@ -167,7 +167,7 @@ def main() -> None:
     training = [name for name in core if name.startswith("fitkit.training")]
     for title, names in (("core", core), ("extras", extras)):
         lines, tokens = (sum(sizes[name][part] for name in names) for part in (0, 1))
-        print(f"{title}: files, code lines, tokens".ljust(38), f"{len(names)}, {lines:,}, {tokens:,}")
+        print(f"{title + ': files, code lines, tokens':<38} {len(names)}, {lines:,}, {tokens:,}")
     found = Counter(type(node).__name__ for node in nodes(FILES))
     median = sorted(lines for lines, _ in sizes.values())[len(sizes) // 2]
     knows_jit = [

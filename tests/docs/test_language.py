@@ -82,7 +82,7 @@ CODE_OF_DOCSTRING = re.compile(
     r"^ *(Example|Reference)s?:.*?(?=^ *[A-Z]\w+: *$|\Z)", re.MULTILINE | re.DOTALL
 )
 GENERATED = re.compile(r"^## Unsupported names.*", re.MULTILINE | re.DOTALL)
-"""Tables that fitkit/foreign_names.py makes."""
+"""Tables of fitkit/foreign_names.json."""
 
 
 def prose(text: str) -> list[str]:

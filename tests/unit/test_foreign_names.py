@@ -9,9 +9,9 @@ import torch
 
 import fitkit
 from fitkit.errors import ArgumentTypeError
-from fitkit.foreign_names import FOREIGN, instead, markdown
+from fitkit.foreign_names import instead, markdown, rows
 
-ROWS = [(place, name) for place, names in FOREIGN.items() for _, name in names]
+ROWS = [(place, name) for place, names in rows().items() for _, name in names]
 MAKERS = ("fitkit.callbacks", "fitkit.sklearn")
 X = torch.ones(4, 1)
 DOCS = Path(__file__).parent.parent.parent / "docs"

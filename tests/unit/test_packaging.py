@@ -53,9 +53,14 @@ def test_the_version_stands_in_one_place_and_is_read_without_importing_anything(
         assert version not in (CHECKOUT / name).read_text(), name
 
 
-def test_type_information_is_shipped():
-    assert (PACKAGE / "py.typed").is_file()
-    assert "py.typed" in CONFIGURATION["options.package_data"]["fitkit"].split()
+def test_files_beside_the_code_are_shipped():
+    beside = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
+    assert "py.typed" in beside
+    assert beside == set(CONFIGURATION["options.package_data"]["fitkit"].split())
 
 
 def test_editors_find_an_editable_installation():

@@ -598,7 +598,10 @@ def test_lightnings_hooks_on_a_callback_bring_a_warning_with_the_right_name():
     begin = "Lightnings.{} is never called by fitkit. {} (FK026: docs/troubleshooting.md#fk026)"
     assert sorted(str(warning.message) for warning in caught) == [
         begin.format(name, advice) for name, advice in [
-            ("on_after_backward", fitkit.hooks.INSTEAD["on_after_backward"]),
+            (
+                "on_after_backward",
+                "Set automatic_optimization = False and do it in training_step.",
+            ),
             ("on_epoch_ends", "Write def on_epoch_end(self, epoch, logs)."),
             ("on_train_epoch_end", "Write def on_epoch_end(self, epoch, logs)."),
             ("on_train_start", "Write def on_train_begin(self, logs)."),
