@@ -1,9 +1,10 @@
 """fitkit: Keras's verbs on any PyTorch network."""
 
-from fitkit import callbacks, data, loggers, optimizers, pictures, precisions, strategies, tune
+from typing import TYPE_CHECKING
+
+from fitkit import callbacks, data, optimizers, precisions, strategies
 from fitkit.activation_checkpointing import checkpoint_activations
 from fitkit.callbacks import History
-from fitkit.distributed.free_devices import find_usable_cuda_devices
 from fitkit.errors import (
     CheckpointError,
     ConfigurationError,
@@ -11,12 +12,30 @@ from fitkit.errors import (
     OutOfMemoryError,
     WorkerError,
 )
-from fitkit.foreign_names import no_attribute
 from fitkit.model import Model, load_model
-from fitkit.planning import plan
 from fitkit.random_states import set_seed
-from fitkit.verification.verifying import verify
+from fitkit.registry import imported_on_demand
 from fitkit.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from fitkit import loggers, pictures, tune
+    from fitkit.distributed.free_devices import find_usable_cuda_devices
+    from fitkit.planning import plan
+    from fitkit.verification.verifying import verify
+else:
+    __getattr__ = imported_on_demand(
+        __name__,
+        {
+            "find_usable_cuda_devices": (
+                "fitkit.distributed.free_devices:find_usable_cuda_devices"
+            ),
+            "loggers": "fitkit.loggers",
+            "pictures": "fitkit.pictures",
+            "plan": "fitkit.planning:plan",
+            "tune": "fitkit.tune",
+            "verify": "fitkit.verification.verifying:verify",
+        },
+    )
 
 __all__ = [
     "CheckpointError",
@@ -41,15 +60,6 @@ __all__ = [
     "tune",
     "verify",
 ]
-
-
-def __getattr__(name: str) -> object:
-    """Explain a name that fitkit doesn't have, such as one from Keras or Lightning.
-
-    Raises:
-        AttributeError: always, because Python calls this for unknown names only.
-    """
-    raise no_attribute(__name__, name)
 
 
 def __dir__() -> list[str]:

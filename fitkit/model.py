@@ -18,7 +18,7 @@ from fitkit import model_names, trees
 from fitkit.accelerators import is_accelerator
 from fitkit.arguments import check_flag, describe, only_known_arguments
 from fitkit.callbacks.base import Callbacks
-from fitkit.callbacks.history import History
+from fitkit.callbacks.history import History, Results
 from fitkit.distributed.launchers import InlineLauncher, Launcher
 from fitkit.distributed.precision import Precision
 from fitkit.distributed.strategies import Strategy
@@ -30,7 +30,6 @@ from fitkit.modes import in_use
 from fitkit.module import Module
 from fitkit.optimizers import with_rate
 from fitkit.pickling import in_main_memory
-from fitkit.pictures.html import Results
 from fitkit.samples import Doubts
 from fitkit.training.evaluate import run_evaluate, run_predict
 from fitkit.training.fit import run_fit

@@ -8,17 +8,16 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from fitkit.arguments import check_number, describe
-from fitkit.distributed.exchange import QAdamOptimizer as QAdamOptimizer
 from fitkit.distributed.spread.in_place import held_by as held_by
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.registry import Registry, nearest
+from fitkit.registry import Registry, imported_on_demand, nearest
 
 Chooses = Callable[[str, nn.Parameter], bool]
 """A function of a parameter's name and the parameter that returns a bool."""
@@ -200,7 +199,14 @@ OPTIMIZERS: Registry[type[Optimizer]] = Registry(
 for _name, _class in vars(torch.optim).items():
     if isinstance(_class, type) and issubclass(_class, Optimizer) and _class is not Optimizer:
         OPTIMIZERS.add(_name, _class)
-OPTIMIZERS.add("QAdam", QAdamOptimizer, "QAdamOptimizer")
+OPTIMIZERS.promise("fitkit.distributed.exchange:QAdamOptimizer", "QAdam", "QAdamOptimizer")
+
+if TYPE_CHECKING:
+    from fitkit.distributed.exchange import QAdamOptimizer as QAdamOptimizer
+else:
+    __getattr__ = imported_on_demand(
+        __name__, {"QAdamOptimizer": "fitkit.distributed.exchange:QAdamOptimizer"}
+    )
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """Optimizers that can update all parameters in one pass, on CPU and CUDA."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import importlib.metadata
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from fitkit.errors import ConfigurationError
+from fitkit.foreign_names import no_attribute
 
 Entry = TypeVar("Entry")
 
@@ -78,6 +81,18 @@ class Registry(Generic[Entry]):
         self.group = group
         self._entries: dict[str, Entry] = {}
         self._spelling: dict[str, str] = {}
+        self._promised: dict[str, importlib.metadata.EntryPoint] = {}
+
+    def promise(self, home: str, *names: str) -> None:
+        """Register names whose entry is imported when one of them is looked up.
+
+        Args:
+            home: where the entry is, as `"package.module:name"`.
+            names: its names.
+        """
+        for name in names:
+            point = importlib.metadata.EntryPoint(name, home, self.group or self.kind)
+            self._promised[normalise(name)] = point
 
     def add(self, name: str, entry: Entry, *aliases: str) -> Entry:
         """Register `entry` under `name` and `aliases`; returns it.
@@ -94,11 +109,11 @@ class Registry(Generic[Entry]):
 
     def __contains__(self, name: str) -> bool:
         form = normalise(name)
-        return form in self._entries or form in self._installed()
+        return form in self._entries or form in self._elsewhere()
 
     def __iter__(self) -> Iterator[str]:
         yield from self._spelling.values()
-        for form, point in self._installed().items():
+        for form, point in self._elsewhere().items():
             if form not in self._entries:
                 yield point.name
 
@@ -111,7 +126,7 @@ class Registry(Generic[Entry]):
         """
         form = normalise(name)
         if form not in self._entries:
-            point = self._installed().get(form)
+            point = self._elsewhere().get(form)
             if point is None:
                 raise unknown_name(self.kind, name, self, self.hint, self.page)
             try:
@@ -123,12 +138,32 @@ class Registry(Generic[Entry]):
                 ) from error
         return self._entries[form]
 
-    def _installed(self) -> dict[str, importlib.metadata.EntryPoint]:
-        """The entry points of installed packages by the form of their names."""
+    def _elsewhere(self) -> dict[str, importlib.metadata.EntryPoint]:
+        """What is imported when it is looked up, by the form of its name: promised or installed."""
         if self.group is None:
-            return {}
+            return self._promised
         found = importlib.metadata.entry_points(group=self.group)
-        return {normalise(point.name): point for point in found}
+        return {**{normalise(point.name): point for point in found}, **self._promised}
+
+
+def imported_on_demand(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Make the `__getattr__` of a module that imports some of its names when one asks for them.
+
+    Args:
+        module: the module's name.
+        homes: where each name is: a module, or `"module:name"`.
+    """
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise no_attribute(module, name)
+        home, _, attribute = homes[name].partition(":")
+        found = importlib.import_module(home)
+        value = getattr(found, attribute) if attribute else found
+        setattr(sys.modules[module], name, value)
+        return value
+
+    return get
 
 
 def _origin(entry: Any) -> Any:

@@ -6,21 +6,35 @@ that name. An installed package does the same with an entry point of the group `
 
 # ruff: noqa: N811 (its rule on capitals)
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from fitkit.distributed.strategies import DDP as DDPStrategy
 from fitkit.distributed.strategies import DDP2 as DDP2Strategy
 from fitkit.distributed.strategies import DP as DPStrategy
 from fitkit.distributed.strategies import FSDP as FSDPStrategy
 from fitkit.distributed.strategies import STRATEGIES, Engine, Strategy
-from fitkit.distributed.strategies import XLA as XLAStrategy
-from fitkit.distributed.strategies import Bagua as BaguaStrategy
 from fitkit.distributed.strategies import DDPSharded as DDPShardedStrategy
 from fitkit.distributed.strategies import DDPSpawn as DDPSpawnStrategy
-from fitkit.distributed.strategies import DeepSpeed as DeepSpeedStrategy
-from fitkit.distributed.strategies import Horovod as HorovodStrategy
 from fitkit.distributed.strategies import SingleDevice as SingleDeviceStrategy
-from fitkit.distributed.xla_adapters import Adapter as XLAAdapter
+from fitkit.registry import imported_on_demand
+
+if TYPE_CHECKING:
+    from fitkit.distributed.strategies.bagua import Bagua as BaguaStrategy
+    from fitkit.distributed.strategies.deepspeed import DeepSpeed as DeepSpeedStrategy
+    from fitkit.distributed.strategies.horovod import Horovod as HorovodStrategy
+    from fitkit.distributed.strategies.xla import XLA as XLAStrategy
+    from fitkit.distributed.xla_adapters import Adapter as XLAAdapter
+else:
+    __getattr__ = imported_on_demand(
+        __name__,
+        {
+            "BaguaStrategy": "fitkit.distributed.strategies.bagua:Bagua",
+            "DeepSpeedStrategy": "fitkit.distributed.strategies.deepspeed:DeepSpeed",
+            "HorovodStrategy": "fitkit.distributed.strategies.horovod:Horovod",
+            "XLAAdapter": "fitkit.distributed.xla_adapters:Adapter",
+            "XLAStrategy": "fitkit.distributed.strategies.xla:XLA",
+        },
+    )
 
 Kind = TypeVar("Kind", bound=type[Strategy])
 

@@ -170,3 +170,18 @@ class History(Callback):
             for name, values in self.history.items()
         )
         return f"History({len(self.epoch)} epochs{'; last: ' + last if last else ''})"
+
+
+class Results(dict[str, Any]):
+    """Values by name, `loss` first: a dict in all but how a notebook shows it.
+
+    It is copied and pickled as a plain dict, which can be read where there is no fitkit.
+    """
+
+    def _repr_html_(self) -> str:
+        from fitkit.pictures.html import results_html
+
+        return results_html(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)

@@ -7,6 +7,7 @@ devices table can be tested without a GPU.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import re
 from collections.abc import Mapping
@@ -14,7 +15,6 @@ from typing import Any
 
 from fitkit.accelerators import visible
 from fitkit.arguments import describe
-from fitkit.distributed.xla_adapters import device_count
 from fitkit.errors import ArgumentTypeError, ConfigurationError, missing_package
 from fitkit.registry import unknown_name
 
@@ -43,7 +43,7 @@ class Machine:
         """The machine that this process runs on."""
         others = visible()
         cuda, mps = others.pop("cuda", 0), others.pop("mps", 0)
-        return cls(cuda, bool(mps), device_count(), others)
+        return cls(cuda, bool(mps), _xla_count(), others)
 
     def count(self, kind: str) -> int:
         """How many devices of a kind (`"cpu"`, `"cuda"`, `"mps"`, `"xla"`, …) are visible."""
@@ -203,3 +203,12 @@ def older_spelling(gpus: Any) -> dict[str, Any]:
     ):
         return {"accelerator": "cpu", "devices": "auto"}
     return {"accelerator": "gpu", "devices": gpus}
+
+
+def _xla_count() -> int | None:
+    """The number of XLA devices; None where no package that drives them is installed."""
+    if not any(importlib.util.find_spec(package) for package in ("torch_tpu", "torch_xla")):
+        return None
+    from fitkit.distributed.xla_adapters import device_count
+
+    return device_count()

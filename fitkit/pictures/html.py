@@ -213,16 +213,3 @@ def _curve(curve: Curve) -> str:
 def _part(value: float, low: float, high: float) -> float:
     # Halved first: the difference of two large numbers may be infinite.
     return (value / 2 - low / 2) / (high / 2 - low / 2)
-
-
-class Results(dict[str, Any]):
-    """Values by name, `loss` first: a dict in all but how a notebook shows it.
-
-    It is copied and pickled as a plain dict, which can be read where there is no fitkit.
-    """
-
-    def _repr_html_(self) -> str:
-        return results_html(self)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)

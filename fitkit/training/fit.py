@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from fitkit.arguments import chosen_verbose
-from fitkit.callbacks import Callback, CallbackList, DeviceStatsMonitor, History
+from fitkit.callbacks import Callback, CallbackList, History
 from fitkit.callbacks.base import SHORT_NAMES, overrides, report_error
 from fitkit.callbacks.monitor import why_none
 from fitkit.callbacks.progress import with_built_in
@@ -214,8 +214,11 @@ class Fit:
     def built_in_callbacks(self) -> list[Callback]:
         """Return the history, preceded by the device monitor if `compile` asked for one."""
         measured = self.compilation.log_gpu_memory
-        watch = [] if measured is None else [DeviceStatsMonitor(log_gpu_memory=measured)]
-        return [*watch, self.history]
+        if measured is None:
+            return [self.history]
+        from fitkit.callbacks import DeviceStatsMonitor
+
+        return [DeviceStatsMonitor(log_gpu_memory=measured), self.history]
 
     def announce(self) -> None:
         """Print where training runs and what an update sees; print nothing on a single CPU."""

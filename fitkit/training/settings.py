@@ -34,7 +34,6 @@ from fitkit.data.sources import (
     validation_parts,
 )
 from fitkit.distributed.devices import older_spelling
-from fitkit.distributed.free_devices import find_usable_cuda_devices
 from fitkit.distributed.resolve import resolve_strategy
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ArgumentTypeError, ConfigurationError
@@ -239,6 +238,8 @@ def _selected(values: dict[str, Any]) -> Any:
             f"auto_select_gpus=True needs a count of GPUs, but devices={describe(devices)}. Write "
             "for example devices=2, or devices=-1 for all that are free."
         )
+    from fitkit.distributed.free_devices import find_usable_cuda_devices
+
     return find_usable_cuda_devices(count)
 
 

@@ -1,16 +1,12 @@
 """Strategies: how a model trains across devices and ranks. One file per strategy."""
 
-from fitkit.distributed.strategies.bagua import Bagua
 from fitkit.distributed.strategies.base import Assignment, SingleDevice, Strategy
 from fitkit.distributed.strategies.ddp import DDP, DDPSpawn
 from fitkit.distributed.strategies.ddp2 import DDP2
-from fitkit.distributed.strategies.deepspeed import DeepSpeed
 from fitkit.distributed.strategies.dp import DP
 from fitkit.distributed.strategies.engine import Engine
 from fitkit.distributed.strategies.fsdp import FSDP
-from fitkit.distributed.strategies.horovod import Horovod
 from fitkit.distributed.strategies.sharded import DDPSharded
-from fitkit.distributed.strategies.xla import XLA
 from fitkit.registry import Registry
 
 STRATEGIES: Registry[type[Strategy]] = Registry(
@@ -23,12 +19,12 @@ STRATEGIES.add("dp", DP)
 STRATEGIES.add("ddp", DDP)
 STRATEGIES.add("ddp2", DDP2)
 STRATEGIES.add("ddp_spawn", DDPSpawn)
-STRATEGIES.add("bagua", Bagua)
 STRATEGIES.add("ddp_sharded", DDPSharded)
 STRATEGIES.add("fsdp", FSDP)
-STRATEGIES.add("deepspeed", DeepSpeed)
-STRATEGIES.add("horovod", Horovod)
-STRATEGIES.add("xla", XLA, "tpu")
+STRATEGIES.promise("fitkit.distributed.strategies.bagua:Bagua", "bagua")
+STRATEGIES.promise("fitkit.distributed.strategies.deepspeed:DeepSpeed", "deepspeed")
+STRATEGIES.promise("fitkit.distributed.strategies.horovod:Horovod", "horovod")
+STRATEGIES.promise("fitkit.distributed.strategies.xla:XLA", "xla", "tpu")
 
 __all__ = [
     "DDP",
@@ -36,14 +32,10 @@ __all__ = [
     "DP",
     "FSDP",
     "STRATEGIES",
-    "XLA",
     "Assignment",
-    "Bagua",
     "DDPSharded",
     "DDPSpawn",
-    "DeepSpeed",
     "Engine",
-    "Horovod",
     "SingleDevice",
     "Strategy",
 ]

@@ -12,7 +12,7 @@ import torch
 
 import fitkit
 from fitkit.callbacks import History
-from fitkit.pictures.html import Results
+from fitkit.callbacks.history import Results
 
 VOID = {"path"}
 
