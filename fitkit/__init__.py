@@ -19,21 +19,19 @@ from fitkit.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fitkit import loggers, pictures, tune
-    from fitkit.distributed.free_devices import find_usable_cuda_devices
-    from fitkit.planning import plan
-    from fitkit.verification.verifying import verify
+    from fitkit.extras.free_devices import find_usable_cuda_devices
+    from fitkit.extras.planning import plan
+    from fitkit.extras.verification.verifying import verify
 else:
     __getattr__ = imported_on_demand(
         __name__,
         {
-            "find_usable_cuda_devices": (
-                "fitkit.distributed.free_devices:find_usable_cuda_devices"
-            ),
+            "find_usable_cuda_devices": ("fitkit.extras.free_devices:find_usable_cuda_devices"),
             "loggers": "fitkit.loggers",
             "pictures": "fitkit.pictures",
-            "plan": "fitkit.planning:plan",
+            "plan": "fitkit.extras.planning:plan",
             "tune": "fitkit.tune",
-            "verify": "fitkit.verification.verifying:verify",
+            "verify": "fitkit.extras.verification.verifying:verify",
         },
     )
 

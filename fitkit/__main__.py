@@ -7,7 +7,6 @@ import os
 import sys
 
 import fitkit
-from fitkit.doctor import report
 from fitkit.errors import FitkitError
 
 
@@ -40,6 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     given = parser.parse_args(arguments)
     if given.command == "doctor":
+        from fitkit.extras.doctor import report
+
         print(report(fitkit.__version__))
         return 0
     if given.command == "verify":
@@ -69,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _verify(given: argparse.Namespace) -> int:
     """Verify a script; 0 where all that was run is equal, 1 where not, 2 where it can't be told."""
-    from fitkit.verification.verifying import verify_script
+    from fitkit.extras.verification.verifying import verify_script
 
     if not os.path.isfile(given.source):
         print(f"There is no file {given.source}.", file=sys.stderr)

@@ -856,7 +856,7 @@ class Model(Module):
             >>> model.compile("adam", "mse")
             >>> model.summary(input_shape=(4,), print_fn=lambda text: None)
         """
-        from fitkit.summary import summarize
+        from fitkit.extras.summary import summarize
 
         calls = example is not None or input_shape is not None
         with in_use(self, "summary", alone=True) if calls else nullcontext():
@@ -915,7 +915,7 @@ class Model(Module):
             >>> torch.export.load("model.pt2").module()(torch.ones(3, 4)).shape
             torch.Size([3, 1])
         """
-        from fitkit.export import export
+        from fitkit.extras.export import export
 
         with in_use(self, "export", alone=True):
             export(
@@ -933,8 +933,8 @@ class Model(Module):
 
     def _repr_html_(self) -> str:
         """The view in a notebook: the compiled arguments, the layers and their parameters."""
-        from fitkit.pictures.html import model_html
-        from fitkit.summary import summarize
+        from fitkit.extras.pictures.html import model_html
+        from fitkit.extras.summary import summarize
 
         net = self._weights_module()
         return model_html(type(net).__name__, self._fitkit.compilation.given, summarize(net))

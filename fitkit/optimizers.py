@@ -199,13 +199,13 @@ OPTIMIZERS: Registry[type[Optimizer]] = Registry(
 for _name, _class in vars(torch.optim).items():
     if isinstance(_class, type) and issubclass(_class, Optimizer) and _class is not Optimizer:
         OPTIMIZERS.add(_name, _class)
-OPTIMIZERS.promise("fitkit.distributed.exchange:QAdamOptimizer", "QAdam", "QAdamOptimizer")
+OPTIMIZERS.promise("fitkit.extras.bagua:QAdamOptimizer", "QAdam", "QAdamOptimizer")
 
 if TYPE_CHECKING:
-    from fitkit.distributed.exchange import QAdamOptimizer as QAdamOptimizer
+    from fitkit.extras.bagua import QAdamOptimizer as QAdamOptimizer
 else:
     __getattr__ = imported_on_demand(
-        __name__, {"QAdamOptimizer": "fitkit.distributed.exchange:QAdamOptimizer"}
+        __name__, {"QAdamOptimizer": "fitkit.extras.bagua:QAdamOptimizer"}
     )
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)

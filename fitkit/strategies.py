@@ -19,20 +19,20 @@ from fitkit.distributed.strategies import SingleDevice as SingleDeviceStrategy
 from fitkit.registry import imported_on_demand
 
 if TYPE_CHECKING:
-    from fitkit.distributed.strategies.bagua import Bagua as BaguaStrategy
-    from fitkit.distributed.strategies.deepspeed import DeepSpeed as DeepSpeedStrategy
-    from fitkit.distributed.strategies.horovod import Horovod as HorovodStrategy
-    from fitkit.distributed.strategies.xla import XLA as XLAStrategy
-    from fitkit.distributed.xla_adapters import Adapter as XLAAdapter
+    from fitkit.extras.bagua.strategy import Bagua as BaguaStrategy
+    from fitkit.extras.deepspeed import DeepSpeed as DeepSpeedStrategy
+    from fitkit.extras.horovod import Horovod as HorovodStrategy
+    from fitkit.extras.xla import XLA as XLAStrategy
+    from fitkit.extras.xla_adapters import Adapter as XLAAdapter
 else:
     __getattr__ = imported_on_demand(
         __name__,
         {
-            "BaguaStrategy": "fitkit.distributed.strategies.bagua:Bagua",
-            "DeepSpeedStrategy": "fitkit.distributed.strategies.deepspeed:DeepSpeed",
-            "HorovodStrategy": "fitkit.distributed.strategies.horovod:Horovod",
-            "XLAAdapter": "fitkit.distributed.xla_adapters:Adapter",
-            "XLAStrategy": "fitkit.distributed.strategies.xla:XLA",
+            "BaguaStrategy": "fitkit.extras.bagua.strategy:Bagua",
+            "DeepSpeedStrategy": "fitkit.extras.deepspeed:DeepSpeed",
+            "HorovodStrategy": "fitkit.extras.horovod:Horovod",
+            "XLAAdapter": "fitkit.extras.xla_adapters:Adapter",
+            "XLAStrategy": "fitkit.extras.xla:XLA",
         },
     )
 

@@ -1,6 +1,8 @@
 """Imports run one way: a module imports from lower layers and its own folder."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,26 +36,69 @@ LAYERS = {
     "schedulers": 4,
     "checkpoint": 3,
     "callbacks": 5,
-    "loggers": 6,
-    "pictures": 4,
     "module": 4,
     "hooks": 5,
     "training": 6,
-    "doctor": 3,
-    "export": 6,
-    "summary": 2,
     "model": 7,
     "model_names": 6,
     "precisions": 8,
     "strategies": 8,
-    "sklearn": 8,
-    "tune": 8,
-    "planning": 9,
-    "verification": 9,
-    "__init__": 10,
-    "__main__": 11,
+    "seams": 8,
+    "extras": 9,
+    "loggers": 10,
+    "pictures": 10,
+    "sklearn": 10,
+    "tune": 10,
+    "__init__": 11,
+    "__main__": 12,
 }
 """The layer of each module or folder; what isn't named here fails the test."""
+
+STATELESS = {
+    "accelerators",
+    "activation_checkpointing",
+    "arguments",
+    "buffers",
+    "errors",
+    "foreign_names",
+    "modes",
+    "outputs",
+    "random_states",
+    "registry",
+    "samples",
+    "tensors",
+    "trees",
+    "typing",
+}
+"""Modules that hold nothing of a training: extras may use them beside `seams`."""
+
+PUBLIC = {"callbacks", "model", "version"}
+"""Modules from which extras may import what users import from them, too."""
+
+FACES = {
+    "__main__.py": {"doctor", "verification"},
+    "callbacks/history.py": {"pictures"},
+    "distributed/devices.py": {"xla_adapters"},
+    "model.py": {"export", "pictures", "summary"},
+    "training/settings.py": {"free_devices"},
+}
+"""Where a verb of the core's is an extra's face: it is imported when that verb is called."""
+
+BEYOND_THE_DOOR = {
+    "fitkit.data.arrays.take",
+    "fitkit.data.sharding.RankBatch",
+    "fitkit.data.sharding.keeps_rows",
+    "fitkit.distributed.collectives.SECRET",
+    "fitkit.distributed.launchers.meeting_folder.parent_of",
+    "fitkit.distributed.launchers.script.is_script_rank",
+    "fitkit.distributed.spread.tensor_parallel.divided_in",
+    "fitkit.distributed.world",
+    "fitkit.losses.CompiledLoss",
+    "fitkit.metrics.CompiledMetrics",
+    "fitkit.training.settings.parts_of_update",
+    "fitkit.training.step.unpacker_of",
+}
+"""What extras still take from the core's inside. Take names out; put none in."""
 
 WITHIN_A_LAYER = {
     ("activation_checkpointing", "arguments"),
@@ -69,6 +114,10 @@ WITHIN_A_LAYER = {
 
 def subject(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def is_extra(path: Path) -> bool:
+    return path.relative_to(PACKAGE).parts[0] == "extras"
 
 
 def imported_subjects(tree: ast.AST) -> set[str]:
@@ -92,10 +141,72 @@ def test_a_module_imports_only_from_lower_layers(path):
     assert own in LAYERS, f"give {own} a layer"
     upward = [
         name
-        for name in imported_subjects(ast.parse(path.read_text()))
+        for name in imported_subjects(ast.parse(path.read_text())) - {"extras"}
         if name != own and LAYERS[name] >= LAYERS[own] and (own, name) not in WITHIN_A_LAYER
     ]
     assert not upward, f"{path.name} ({own}) imports {upward}"
+
+
+CORE = [
+    path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if not is_extra(path) and LAYERS[subject(path)] != LAYERS["tune"]
+]
+
+
+@pytest.mark.parametrize("path", CORE, ids=lambda p: p.stem)
+def test_the_core_imports_an_extra_only_where_its_verb_is_called(path):
+    tree = ast.parse(path.read_text())
+    for_types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for part in node.body
+        for inner in ast.walk(part)
+    }
+    in_functions = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        for inner in ast.walk(node)
+    }
+    extras = {
+        node: node.module.split(".")[2]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").startswith("fitkit.extras.")
+        and node not in for_types
+    }
+    assert extras.keys() <= in_functions
+    assert set(extras.values()) <= FACES.get(str(path.relative_to(PACKAGE)), set())
+
+
+def test_importing_compiling_and_training_import_no_extra():
+    program = """
+import sys, torch, fitkit
+assert not [name for name in sys.modules if name.startswith("fitkit.extras")]
+model = fitkit.Model(torch.nn.Linear(2, 1))
+model.compile("adam", "mse", metrics=["mae"])
+x, y = torch.randn(8, 2), torch.randn(8, 1)
+model.fit(x, y, validation_data=(x, y), verbose=0)
+model.predict(x, verbose=0)
+print([name for name in sys.modules if name.startswith("fitkit.extras")])
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert found.stdout == "[]\n", found.stderr
+
+
+def test_extras_come_in_by_the_door():
+    beyond = set()
+    for path in sorted(PACKAGE.glob("extras/**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("fitkit"):
+                continue
+            part = (node.module + ".").split(".")[1]
+            if part not in {*STATELESS, *PUBLIC, "extras", "seams"}:
+                beyond |= {f"{node.module}.{alias.name}" for alias in node.names}
+    beyond -= {f"fitkit.{name}" for name in STATELESS}
+    assert beyond == BEYOND_THE_DOOR
 
 
 def test_no_imports_make_a_ring():

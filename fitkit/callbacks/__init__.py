@@ -18,38 +18,38 @@ from fitkit.callbacks.text_files import CSVLogger, JSONLogger
 from fitkit.registry import imported_on_demand
 
 if TYPE_CHECKING:
-    from fitkit.callbacks.averages import EMA, StochasticWeightAveraging, SwapEMAWeights
-    from fitkit.callbacks.evaluations import EvaluateEvery, MetricCallback
-    from fitkit.callbacks.finetuning import BackboneFinetuning, GradualUnfreezing
-    from fitkit.callbacks.profiler import Profiler
-    from fitkit.callbacks.ray_train import RayTrainReport
-    from fitkit.callbacks.resources import DeviceStatsMonitor, ThroughputMonitor, Timer
-    from fitkit.callbacks.watches import (
+    from fitkit.extras.averages import EMA, StochasticWeightAveraging, SwapEMAWeights
+    from fitkit.extras.evaluations import EvaluateEvery, MetricCallback
+    from fitkit.extras.finetuning import BackboneFinetuning, GradualUnfreezing
+    from fitkit.extras.loggers.tensorboard import TensorBoard
+    from fitkit.extras.profiler import Profiler
+    from fitkit.extras.ray_train import RayTrainReport
+    from fitkit.extras.resources import DeviceStatsMonitor, ThroughputMonitor, Timer
+    from fitkit.extras.watches import (
         DetectLossSpike,
         DetectNonFinite,
         NormMonitor,
         TerminateOnNaN,
     )
-    from fitkit.loggers.tensorboard import TensorBoard
 else:
     __getattr__ = imported_on_demand(
         __name__,
         {
             name: f"{home}:{name}"
             for home, names in {
-                "fitkit.callbacks.averages": ("EMA", "StochasticWeightAveraging", "SwapEMAWeights"),
-                "fitkit.callbacks.evaluations": ("EvaluateEvery", "MetricCallback"),
-                "fitkit.callbacks.finetuning": ("BackboneFinetuning", "GradualUnfreezing"),
-                "fitkit.callbacks.profiler": ("Profiler",),
-                "fitkit.callbacks.ray_train": ("RayTrainReport",),
-                "fitkit.callbacks.resources": ("DeviceStatsMonitor", "ThroughputMonitor", "Timer"),
-                "fitkit.callbacks.watches": (
+                "fitkit.extras.averages": ("EMA", "StochasticWeightAveraging", "SwapEMAWeights"),
+                "fitkit.extras.evaluations": ("EvaluateEvery", "MetricCallback"),
+                "fitkit.extras.finetuning": ("BackboneFinetuning", "GradualUnfreezing"),
+                "fitkit.extras.profiler": ("Profiler",),
+                "fitkit.extras.ray_train": ("RayTrainReport",),
+                "fitkit.extras.resources": ("DeviceStatsMonitor", "ThroughputMonitor", "Timer"),
+                "fitkit.extras.watches": (
                     "DetectLossSpike",
                     "DetectNonFinite",
                     "NormMonitor",
                     "TerminateOnNaN",
                 ),
-                "fitkit.loggers.tensorboard": ("TensorBoard",),
+                "fitkit.extras.loggers.tensorboard": ("TensorBoard",),
             }.items()
             for name in names
         },

@@ -15,7 +15,7 @@ from fitkit.registry import did_you_mean
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from fitkit.pictures.curves import Curve
+    from fitkit.extras.pictures.curves import Curve
 
 
 class History(Callback):
@@ -111,7 +111,7 @@ class History(Callback):
             MissingPackageError: matplotlib isn't installed (`pip install 'fitkit[plot]'`).
             ConfigurationError, ArgumentTypeError: nothing to draw, or an unknown name.
         """
-        from fitkit.pictures import learning_curves
+        from fitkit.extras.pictures.curves import learning_curves
 
         return learning_curves(
             self._curves(),
@@ -125,7 +125,7 @@ class History(Callback):
 
     def _curves(self) -> dict[str, Curve]:
         """The logs that are numbers, with the epochs (from 1) that have them."""
-        from fitkit.pictures.curves import Curve, curve_values
+        from fitkit.extras.pictures.curves import Curve, curve_values
 
         found = {}
         for name, values in self.history.items():
@@ -160,7 +160,7 @@ class History(Callback):
 
     def _repr_html_(self) -> str:
         """The view in a notebook: small curves, and each log's first, best and last value."""
-        from fitkit.pictures.html import history_html
+        from fitkit.extras.pictures.html import history_html
 
         return history_html(self._curves(), self._directions(), len(self.epoch))
 
@@ -179,7 +179,7 @@ class Results(dict[str, Any]):
     """
 
     def _repr_html_(self) -> str:
-        from fitkit.pictures.html import results_html
+        from fitkit.extras.pictures.html import results_html
 
         return results_html(self)
 

@@ -24,7 +24,7 @@ from fitkit.checkpoint.header import FORMAT_VERSION
 from fitkit.checkpoint.sharded_folder import is_folder_name
 from fitkit.checkpoint.weights import save_weights
 from fitkit.errors import ConfigurationError
-from fitkit.summary import human_bytes
+from fitkit.tensors import human_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

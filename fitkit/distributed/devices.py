@@ -209,6 +209,6 @@ def _xla_count() -> int | None:
     """The number of XLA devices; None where no package that drives them is installed."""
     if not any(importlib.util.find_spec(package) for package in ("torch_tpu", "torch_xla")):
         return None
-    from fitkit.distributed.xla_adapters import device_count
+    from fitkit.extras.xla_adapters import device_count
 
     return device_count()

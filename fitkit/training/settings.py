@@ -238,7 +238,7 @@ def _selected(values: dict[str, Any]) -> Any:
             f"auto_select_gpus=True needs a count of GPUs, but devices={describe(devices)}. Write "
             "for example devices=2, or devices=-1 for all that are free."
         )
-    from fitkit.distributed.free_devices import find_usable_cuda_devices
+    from fitkit.extras.free_devices import find_usable_cuda_devices
 
     return find_usable_cuda_devices(count)
 

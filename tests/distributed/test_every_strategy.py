@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fitkit.distributed.exchange import ALGORITHMS
 from fitkit.distributed.strategies import STRATEGIES
+from fitkit.extras.bagua import ALGORITHMS
 from tests.limits import patience
 from tests.nets import dense
 from tests.reference import plain_loop, slices

@@ -32,8 +32,8 @@ PUBLIC = (
 )
 NEEDS = {
     "fitkit.sklearn": "sklearn",
-    "fitkit.pictures.confusion_matrix": "matplotlib",
-    "fitkit.pictures.curves": "matplotlib",
+    "fitkit.extras.pictures.confusion_matrix": "matplotlib",
+    "fitkit.extras.pictures.curves": "matplotlib",
 }
 """Modules that need an optional package, when they are imported or in their examples."""
 MISSING = tuple(name for name, package in NEEDS.items() if not importlib.util.find_spec(package))

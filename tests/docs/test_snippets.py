@@ -32,8 +32,8 @@ def name_of(page):
 def _names_as_before():
     """What a page adds to the names of losses, metrics, … goes with it."""
     from fitkit.checkpoint.formats import FORMATS
-    from fitkit.distributed.exchange import ALGORITHMS
     from fitkit.distributed.strategies import STRATEGIES
+    from fitkit.extras.bagua import ALGORITHMS
     from fitkit.losses.names import LOSSES
     from fitkit.metrics.named import NAMES
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fitkit
-from fitkit.distributed.xla_adapters import TorchTPU, adapter_of
+from fitkit.extras.xla_adapters import TorchTPU, adapter_of
 from tests.limits import patience
 
 pytestmark = pytest.mark.timeout(200)

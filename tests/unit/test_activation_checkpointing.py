@@ -9,7 +9,7 @@ from torch import nn
 
 import fitkit
 from fitkit.errors import ArgumentTypeError
-from fitkit.planning import SavedTensors
+from fitkit.extras.planning import SavedTensors
 from tests.reference import assert_same_weights
 
 X, Y = torch.randn(24, 8), torch.randint(3, (24,))

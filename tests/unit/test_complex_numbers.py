@@ -9,8 +9,8 @@ from fitkit import callbacks
 from fitkit.checkpoint.frozen import Frozen
 from fitkit.distributed.precision import match_state
 from fitkit.distributed.precision.base import own_dtype
-from fitkit.export.exporting import _difference
-from fitkit.summary import number_type
+from fitkit.extras.export.exporting import _difference
+from fitkit.extras.summary import number_type
 from tests.nets import normal
 
 X = normal(16, 4)

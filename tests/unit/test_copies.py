@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import fitkit
 from fitkit import callbacks, loggers
-from fitkit.distributed.exchange import ALGORITHMS
+from fitkit.extras.bagua import ALGORITHMS
 from fitkit.strategies import BaguaStrategy
 from tests.nets import dense, regression
 from tests.reference import assert_same_weights, plain_loop, slices

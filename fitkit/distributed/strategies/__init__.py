@@ -21,10 +21,10 @@ STRATEGIES.add("ddp2", DDP2)
 STRATEGIES.add("ddp_spawn", DDPSpawn)
 STRATEGIES.add("ddp_sharded", DDPSharded)
 STRATEGIES.add("fsdp", FSDP)
-STRATEGIES.promise("fitkit.distributed.strategies.bagua:Bagua", "bagua")
-STRATEGIES.promise("fitkit.distributed.strategies.deepspeed:DeepSpeed", "deepspeed")
-STRATEGIES.promise("fitkit.distributed.strategies.horovod:Horovod", "horovod")
-STRATEGIES.promise("fitkit.distributed.strategies.xla:XLA", "xla", "tpu")
+STRATEGIES.promise("fitkit.extras.bagua.strategy:Bagua", "bagua")
+STRATEGIES.promise("fitkit.extras.deepspeed:DeepSpeed", "deepspeed")
+STRATEGIES.promise("fitkit.extras.horovod:Horovod", "horovod")
+STRATEGIES.promise("fitkit.extras.xla:XLA", "xla", "tpu")
 
 __all__ = [
     "DDP",

@@ -19,7 +19,7 @@ from fitkit import trees
 from fitkit.accelerators import is_accelerator
 from fitkit.arguments import check_choice, check_count, check_flag, check_number
 from fitkit.distributed.collectives import Collectives, Solo
-from fitkit.distributed.exchange.hooks import check_hook, resolve_hook
+from fitkit.distributed.comm_hooks import check_hook, resolve_hook
 from fitkit.distributed.first_forward import share_first_state
 from fitkit.distributed.launchers import InlineLauncher
 from fitkit.distributed.launchers.process import check_output, shows_all

@@ -85,7 +85,7 @@ def test_rich_is_not_imported_where_no_bar_is_drawn():
         "with CallbackList(bar).running(model, {'stage': 'fit', 'epochs': 1}):\n"
         "    bar.on_train_begin({}); bar.on_epoch_begin(0, {})\n"
         "    bar.on_epoch_end(0, {'loss': 1.0}); bar.on_train_end({})\n"
-        "import fitkit.summary; assert 'rich' not in sys.modules\n"
+        "import fitkit.extras.summary; assert 'rich' not in sys.modules\n"
     )
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=patience(60)

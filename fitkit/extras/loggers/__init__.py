@@ -1,0 +1,1 @@
+"""Loggers, which users import from `fitkit.loggers`."""

@@ -1,0 +1,185 @@
+"""fitkit's loggers under Lightning's names, with Lightning's main arguments."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from fitkit.arguments import check_flag, describe
+from fitkit.errors import ArgumentTypeError
+from fitkit.extras.loggers.services import MLflow, WandB
+from fitkit.extras.loggers.tensorboard import TensorBoard
+from fitkit.extras.loggers.text import CSV
+from fitkit.seams import checked_path, checked_place, files_in, make_folder
+
+NAME = "lightning_logs"
+"""The default folder or experiment name."""
+
+
+def _folder(save_dir: Any, name: Any, version: Any) -> Path | str:
+    """`<save_dir>/<name>/version_<n>`. Without a version, the first number not yet used."""
+    if name is not None and not isinstance(name, str):
+        raise ArgumentTypeError(f"name={describe(name)} must be a string or None.")
+    if isinstance(version, bool) or not isinstance(version, (int, str, type(None))):
+        raise ArgumentTypeError(f"version={describe(version)} must be a number or a string.")
+    place = checked_place(save_dir, "save_dir")
+    root = os.path.join(place, name) if name else os.fspath(place)
+    if version is None:
+        if isinstance(place, str):
+            files = files_in(root, depth=3)
+            there = [os.path.relpath(file, root).partition("/")[0] for file in files]
+        else:
+            there = os.listdir(root) if os.path.isdir(root) else []
+        found = [re.fullmatch(r"version_(\d+)", entry) for entry in there]
+        version = max((int(match[1]) for match in found if match), default=-1) + 1
+    folder = os.path.join(root, version if isinstance(version, str) else f"version_{version}")
+    return folder if isinstance(place, str) else Path(folder)
+
+
+class TensorBoardLogger(TensorBoard):
+    """`TensorBoard` with Lightning's arguments, folders and names.
+
+    It writes to `<save_dir>/<name>/version_<n>`. There `loss`, `val_loss` and all other values are
+    plotted over training steps, and so is `epoch`.
+
+    Args:
+        save_dir: the folder for all runs, or its URL.
+        name: a folder in it, or None. Default `"lightning_logs"`.
+        version: a number, or a folder's name. None (default) takes the next free number.
+        log_graph: whether to write the net's modules. Default False.
+        update_freq: when to log; see `Logger`.
+
+    Example:
+        >>> import fitkit
+        >>> board = fitkit.loggers.TensorBoardLogger("logs", name="first")
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | None = NAME,
+        version: int | str | None = None,
+        log_graph: bool = False,
+        *,
+        update_freq: str | int = "epoch",
+    ) -> None:
+        folder = _folder(save_dir, name, version)
+        super().__init__(folder, write_graph=log_graph, update_freq=update_freq)
+
+    def log_scalars(self, values: dict[str, float], step: int, epoch: int | None) -> None:
+        super().log_scalars(values, step, epoch)
+        if epoch is not None:
+            self._writer("").add_scalar("epoch", epoch, step)
+
+    def _writer(self, run: str) -> Any:
+        return super()._writer("")
+
+    def _first_new(self) -> int | None:
+        return self.next_step if self.resumes else None
+
+    def _curve(self, name: str) -> tuple[str, str]:
+        return "", name
+
+    def _moment(self, epoch: int, step: int) -> int:
+        return step
+
+
+class CSVLogger(CSV):
+    """`CSV` with Lightning's arguments. It writes `<save_dir>/<name>/version_<n>/metrics.csv`.
+
+    Args:
+        save_dir: the folder for all runs, or its URL. Folders are created if needed.
+        name: a folder in it, or None. Default `"lightning_logs"`.
+        version: a number, or a folder's name. None (default) takes the next free number.
+        update_freq: when to write; see `Logger`.
+
+    Example:
+        >>> import torch, fitkit
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse")
+        >>> x = torch.randn(64, 4)
+        >>> history = model.fit(x, x.sum(1), epochs=2, verbose=0, callbacks=[
+        ...     fitkit.loggers.CSVLogger("logs", name="first")
+        ... ])
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | None = NAME,
+        version: int | str | None = None,
+        *,
+        update_freq: str | int = "epoch",
+    ) -> None:
+        self.log_dir: Path | str = _folder(save_dir, name, version)
+        super().__init__(os.path.join(self.log_dir, "metrics.csv"), update_freq)
+
+    def start(self) -> None:
+        if isinstance(self.log_dir, str):
+            make_folder(self.log_dir)
+        else:
+            self.log_dir.mkdir(parents=True, exist_ok=True)
+        super().start()
+
+
+class WandbLogger(WandB):
+    """`WandB` with Lightning's arguments.
+
+    Args:
+        name: the run's name.
+        save_dir: the folder for wandb's files. None uses wandb's default.
+        offline: whether to write files only, which `wandb sync` can send later. Default False.
+        project: the project's name. None uses wandb's default.
+        update_freq: when to log; see `Logger`.
+        **options: any other argument of `wandb.init`.
+
+    Example:
+        >>> import fitkit
+        >>> logger = fitkit.loggers.WandbLogger(project="digits")
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        save_dir: str | os.PathLike[str] | None = None,
+        offline: bool = False,
+        project: str | None = None,
+        *,
+        update_freq: str | int = "epoch",
+        **options: Any,
+    ) -> None:
+        check_flag("offline", offline)
+        given = {"name": name, "dir": save_dir, "mode": "offline" if offline else None}
+        given = {key: value for key, value in given.items() if value is not None}
+        super().__init__(project, update_freq, **{**given, **options})
+
+
+class MLFlowLogger(MLflow):
+    """`MLflow` with Lightning's arguments.
+
+    Args:
+        experiment_name: the experiment, created if needed. Default `"lightning_logs"`.
+        run_name: the run's name. None lets MLflow choose one.
+        tracking_uri: the server or database. None uses MLflow's own setting, else `save_dir`.
+        save_dir: a folder instead of `tracking_uri`. Default None.
+        update_freq: when to log; see `Logger`.
+
+    Example:
+        >>> import fitkit
+        >>> logger = fitkit.loggers.MLFlowLogger("digits")
+    """
+
+    def __init__(
+        self,
+        experiment_name: str = NAME,
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        save_dir: str | None = None,
+        *,
+        update_freq: str | int = "epoch",
+    ) -> None:
+        if tracking_uri is None and save_dir is not None:
+            tracking_uri = f"file:{checked_path(save_dir, 'save_dir')}"
+        super().__init__(experiment_name, run_name, tracking_uri, update_freq)

@@ -1,0 +1,1 @@
+"""Pictures and tables, whose public names are in `fitkit.pictures`."""

@@ -1,0 +1,209 @@
+"""The door for extras, in this package and in others: all that they may use of the core.
+
+A capability that a reader of the core needn't know imports from here, from the public modules
+(`fitkit.callbacks`, `fitkit.strategies`, …), and from the modules that hold no state of a training
+(`fitkit.arguments`, `errors`, `trees`, …), and nothing else. The core never imports it: a registry
+or a public module imports it when somebody asks for its name. docs/extending.md has a program for
+each kind.
+
+| you add | you subclass or write | it is found by |
+|---|---|---|
+| a callback, a logger | `Callback`, `fitkit.loggers.Logger` | giving it to `fit` |
+| a strategy, a way to average gradients | `Strategy`, `Engine` | `STRATEGIES` |
+| a precision | `Precision` | `PRECISIONS` |
+| a loss, a metric | a function, a torchmetrics class | `LOSSES`, `METRICS` |
+| an optimizer, a schedule | torch's classes | `OPTIMIZERS`, `SCHEDULERS` |
+| a format of weight files | `WeightFormat` | `FORMATS` |
+"""
+
+from fitkit.callbacks.base import (
+    AnyRankFlag,
+    Callback,
+    Callbacks,
+    Logs,
+    batches_of_call,
+    from_all_ranks,
+    from_rank_zero,
+    is_multiple_in,
+    print_on_rank_zero,
+    run_of,
+    share_buffers,
+)
+from fitkit.callbacks.rates import (
+    groups_of,
+    optimizers_of,
+    rate_of,
+    refuse_scheduler,
+    set_rate,
+)
+from fitkit.callbacks.text_files import (
+    JSONLinesFile,
+    Table,
+    TextFile,
+    as_json,
+    beside,
+    checked_path,
+    checked_place,
+    plain_value,
+    replace_text,
+    writable,
+)
+from fitkit.checkpoint.atomic import replacing
+from fitkit.checkpoint.formats import (
+    FORMATS,
+    WeightFormat,
+    Weights,
+    WeightSource,
+)
+from fitkit.checkpoint.remote import (
+    check_writable,
+    files_in,
+    make_folder,
+    parent,
+    uploading,
+)
+from fitkit.data.batches import NoRows, Source, unpack_batch
+from fitkit.data.sources import LoaderSource, check_data_type, make_source
+from fitkit.distributed.cluster import detect
+from fitkit.distributed.collectives import Collectives, ProcessGroup
+from fitkit.distributed.comm_hooks import hook_of
+from fitkit.distributed.devices import (
+    Machine,
+    choose_kind,
+    overload,
+    usable_cores,
+)
+from fitkit.distributed.precision import (
+    PRECISIONS,
+    MixedPrecision,
+    Precision,
+    plain_layers,
+)
+from fitkit.distributed.resolve import named_strategy, resolve_strategy
+from fitkit.distributed.spread.in_place import (
+    ModuleInPlace,
+    OptimizerInPlace,
+    as_parts,
+    held_by,
+    whole,
+)
+from fitkit.distributed.spread.module import blocks_of, check_trains
+from fitkit.distributed.strategies import (
+    DDP,
+    DDP2,
+    DP,
+    FSDP,
+    STRATEGIES,
+    DDPSharded,
+    SingleDevice,
+)
+from fitkit.distributed.strategies.base import Assignment, Strategy
+from fitkit.distributed.strategies.ddp import DDPWrapper
+from fitkit.distributed.strategies.engine import Engine, norm_of
+from fitkit.distributed.world import RankGroup, World, enter
+from fitkit.distributed.wrapped_model import StepRouter, WrappedModel
+from fitkit.losses.names import LOSSES
+from fitkit.metrics.named import NAMES as METRICS
+from fitkit.module import Module
+from fitkit.optimizers import (
+    FUSED,
+    OPTIMIZERS,
+    check_trainable,
+    class_of,
+    first_rate,
+    put_rate,
+)
+from fitkit.schedulers import SCHEDULERS
+
+__all__ = [
+    "DDP",
+    "DDP2",
+    "DP",
+    "FORMATS",
+    "FSDP",
+    "FUSED",
+    "LOSSES",
+    "METRICS",
+    "OPTIMIZERS",
+    "PRECISIONS",
+    "SCHEDULERS",
+    "STRATEGIES",
+    "AnyRankFlag",
+    "Assignment",
+    "Callback",
+    "Callbacks",
+    "Collectives",
+    "DDPSharded",
+    "DDPWrapper",
+    "Engine",
+    "JSONLinesFile",
+    "LoaderSource",
+    "Logs",
+    "Machine",
+    "MixedPrecision",
+    "Module",
+    "ModuleInPlace",
+    "NoRows",
+    "OptimizerInPlace",
+    "Precision",
+    "ProcessGroup",
+    "RankGroup",
+    "SingleDevice",
+    "Source",
+    "StepRouter",
+    "Strategy",
+    "Table",
+    "TextFile",
+    "WeightFormat",
+    "WeightSource",
+    "Weights",
+    "World",
+    "WrappedModel",
+    "as_json",
+    "as_parts",
+    "batches_of_call",
+    "beside",
+    "blocks_of",
+    "check_data_type",
+    "check_trainable",
+    "check_trains",
+    "check_writable",
+    "checked_path",
+    "checked_place",
+    "choose_kind",
+    "class_of",
+    "detect",
+    "enter",
+    "files_in",
+    "first_rate",
+    "from_all_ranks",
+    "from_rank_zero",
+    "groups_of",
+    "held_by",
+    "hook_of",
+    "is_multiple_in",
+    "make_folder",
+    "make_source",
+    "named_strategy",
+    "norm_of",
+    "optimizers_of",
+    "overload",
+    "parent",
+    "plain_layers",
+    "plain_value",
+    "print_on_rank_zero",
+    "put_rate",
+    "rate_of",
+    "refuse_scheduler",
+    "replace_text",
+    "replacing",
+    "resolve_strategy",
+    "run_of",
+    "set_rate",
+    "share_buffers",
+    "unpack_batch",
+    "uploading",
+    "usable_cores",
+    "whole",
+    "writable",
+]

@@ -1,0 +1,102 @@
+"""`python -m fitkit doctor`: what a bug report needs, in one screen."""
+
+import pytest
+import torch
+
+from fitkit import doctor
+from fitkit.distributed import devices
+from fitkit.extras.free_devices import GPU
+
+LAUNCH = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost",
+          "MASTER_PORT": "29500"}  # fmt: skip
+
+
+@pytest.fixture
+def report(monkeypatch):
+    for name in (*LAUNCH, "TORCHELASTIC_RUN_ID", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+    def with_variables(**variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return doctor.report("1.2.3")
+
+    return with_variables
+
+
+def lines_of(text):
+    """The report's lines by their names, joined where they were wrapped."""
+    found = {}
+    for line in text.splitlines():
+        name, _, value = line.partition("  ")
+        if name:
+            current, found[name] = name, value.strip()
+        else:
+            found[current] += " " + line.strip()
+    return found
+
+
+def test_it_fits_on_one_screen_and_names_what_a_report_needs(report):
+    text = report()
+    assert len(text.splitlines()) <= 30
+    assert max(map(len, text.splitlines())) <= 100
+    lines = lines_of(text)
+    assert lines["fitkit"] == "1.2.3" and lines["torch"] == torch.__version__
+    assert "GiB" in lines["memory"] and "gloo" in lines["backends"]
+    assert lines["launcher"] == "none"
+
+
+def test_the_launchers_ranks_and_what_auto_makes_of_them(report):
+    lines = lines_of(report(**LAUNCH))
+    assert lines["launcher"] == "torchrun, rank 1 of 4, node 0 of 1"
+    assert "WORLD_SIZE=4" in lines["environment"]
+    if not torch.cuda.is_available():
+        assert lines["devices='auto'"] == "cpu, cpu, cpu, cpu"
+        assert lines["strategy='auto'"] == "'ddp', 4 ranks in all"
+
+
+def test_an_environment_that_compile_would_refuse_is_told_not_raised(report):
+    lines = lines_of(report(RANK="1", WORLD_SIZE="4"))
+    assert "not LOCAL_RANK and MASTER_ADDR" in lines["launcher"]
+    assert lines["devices='auto'"].startswith("refused: RANK='1'")
+
+
+def test_secrets_of_the_environment_stay_out(report):
+    assert "hunter2" not in report(WANDB_API_KEY="hunter2", MY_RANK="hunter2")
+
+
+def test_the_ranks_secret_is_named_and_not_shown(report):
+    text = report(FITKIT_SECRET="hunter2")
+    assert "FITKIT_SECRET=(set)" in lines_of(text)["environment"] and "hunter2" not in text
+
+
+def test_gpus_have_a_line_each_and_a_broken_one_its_reason(report, monkeypatch):
+    gpus = [GPU(0, None, 30 * 2**30, 0, 80 * 2**30, 0.5), GPU(1, "no answer within 90 s")]
+    monkeypatch.setattr(doctor, "probe_gpus", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    lines = lines_of(report())
+    assert lines["cuda:0"] == "H100, 30.0 of 80.0 GiB free, 50% busy"
+    assert lines["cuda:1"] == "can't be used: no answer within 90 s"
+    assert lines["devices='auto'"] == "cuda:0, cuda:1"
+    assert lines["strategy='auto'"] == "'ddp_spawn', 2 ranks in all"
+
+
+@pytest.mark.parametrize(
+    ("load", "policy", "text"),
+    [
+        (1.0, None, None),
+        (8.2, None, "8 programs or threads want this machine's 2 cores, and torch's threads hold"),
+        (8.2, "passive", "8 programs or threads want this machine's 2 cores."),
+    ],
+)
+def test_a_busy_machine_has_a_line_that_says_what_helps(report, monkeypatch, load, policy, text):
+    monkeypatch.setattr(devices, "usable_cores", lambda: 2)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    lines = lines_of(report(**({} if policy is None else {"OMP_WAIT_POLICY": policy})))
+    assert lines.get("load", "").startswith(text or "") and ("load" in lines) is (text is not None)
+    assert ("OMP_NUM_THREADS=1" in lines.get("load", "")) is (text is not None and policy is None)
