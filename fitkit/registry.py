@@ -93,6 +93,7 @@ class Registry(Generic[Entry]):
         for name in names:
             point = importlib.metadata.EntryPoint(name, home, self.group or self.kind)
             self._promised[normalise(name)] = point
+            self._spelling[normalise(name)] = name
 
     def add(self, name: str, entry: Entry, *aliases: str) -> Entry:
         """Register `entry` under `name` and `aliases`; returns it.
@@ -114,7 +115,7 @@ class Registry(Generic[Entry]):
     def __iter__(self) -> Iterator[str]:
         yield from self._spelling.values()
         for form, point in self._elsewhere().items():
-            if form not in self._entries:
+            if form not in self._spelling:
                 yield point.name
 
     def __getitem__(self, name: str) -> Entry:

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from fitkit.distributed import free_devices
 from fitkit.distributed.launchers.meeting_folder import process_name
+from fitkit.extras import free_devices
 from tests.limits import patience
 
 pytestmark = pytest.mark.timeout(120)

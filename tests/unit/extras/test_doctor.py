@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fitkit import doctor
 from fitkit.distributed import devices
+from fitkit.extras import doctor
 from fitkit.extras.free_devices import GPU
 
 LAUNCH = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost",

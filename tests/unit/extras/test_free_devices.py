@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fitkit.distributed import free_devices
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.extras import free_devices
 from fitkit.extras.free_devices import (
     GIB,
     GPU,

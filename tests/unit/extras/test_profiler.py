@@ -12,8 +12,8 @@ from torchmetrics import Metric
 
 import fitkit
 from fitkit.callbacks import Callback, Profiler
-from fitkit.callbacks import profiler as profiler_module
 from fitkit.errors import ConfigurationError
+from fitkit.extras import profiler as profiler_module
 from fitkit.extras.profiler import GPUClock, advice, slowest_of, table, with_waits
 
 STEPS = 4

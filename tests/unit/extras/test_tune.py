@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fitkit
 from fitkit import tune
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.tune import RateRange, search
+from fitkit.extras.tune import RateRange, search
 
 X = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
 Y = X @ torch.tensor([[1.0], [-2.0], [0.5]])

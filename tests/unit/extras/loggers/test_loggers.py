@@ -13,6 +13,7 @@ import torch
 import fitkit
 from fitkit import callbacks, loggers
 from fitkit.errors import ArgumentTypeError, ConfigurationError, MissingPackageError
+from fitkit.extras.watches import BatchLosses
 from tests import reference
 from tests.nets import linear, regression
 
@@ -93,14 +94,14 @@ def test_between_epochs_it_is_told_the_mean_loss_of_the_last_batches(every):
 def test_each_batchs_loss_costs_no_look_at_the_device(monkeypatch):
     """All losses of an epoch are read at once."""
     looks = []
-    take = callbacks.watches.BatchLosses.take
+    take = BatchLosses.take
 
     def taken(self):
         found = take(self)
         looks.extend([1] if found else [])  # where nothing is kept, nothing is read
         return found
 
-    monkeypatch.setattr(callbacks.watches.BatchLosses, "take", taken)
+    monkeypatch.setattr(BatchLosses, "take", taken)
     fit(compiled(), Keeps("batch"), epochs=2)
     assert len(looks) == 2
 
