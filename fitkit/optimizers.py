@@ -194,7 +194,9 @@ def _named_parameters(net: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 OPTIMIZERS: Registry[type[Optimizer]] = Registry(
-    "optimizer", hint="Or give a class, a functools.partial, a factory or an instance."
+    "optimizer",
+    hint="Or give a class, a functools.partial, a factory or an instance.",
+    group="fitkit.optimizers",
 )
 for _name, _class in vars(torch.optim).items():
     if isinstance(_class, type) and issubclass(_class, Optimizer) and _class is not Optimizer:

@@ -19,7 +19,9 @@ from fitkit.optimizers import shown
 from fitkit.registry import Registry
 
 SCHEDULERS: Registry[Any] = Registry(
-    "lr_scheduler", hint="Or give a class, a functools.partial, a factory or an instance."
+    "lr_scheduler",
+    hint="Or give a class, a functools.partial, a factory or an instance.",
+    group="fitkit.schedulers",
 )
 for _name, _class in vars(lr_scheduler).items():
     if (

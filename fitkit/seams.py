@@ -3,12 +3,12 @@
 A capability that a reader of the core needn't know imports from here, from the public modules
 (`fitkit.callbacks`, `fitkit.strategies`, …), and from the modules that hold no state of a training
 (`fitkit.arguments`, `errors`, `trees`, …), and nothing else. The core never imports it: a registry
-or a public module imports it when somebody asks for its name. docs/extending.md has a program for
-each kind.
+or a public module imports it when somebody asks for its name. docs/contributing.md has a program
+for each kind. Each registry also knows the names that installed packages add by entry points.
 
 | you add | you subclass or write | it is found by |
 |---|---|---|
-| a callback, a logger | `Callback`, `fitkit.loggers.Logger` | giving it to `fit` |
+| a callback, a logger | `Callback`, `fitkit.loggers.Logger` | `CALLBACKS` |
 | a strategy, a way to average gradients | `Strategy`, `Engine` | `STRATEGIES` |
 | a precision | `Precision` | `PRECISIONS` |
 | a loss, a metric | a function, a torchmetrics class | `LOSSES`, `METRICS` |
@@ -17,6 +17,7 @@ each kind.
 """
 
 from fitkit.callbacks.base import (
+    CALLBACKS,
     AnyRankFlag,
     Callback,
     Callbacks,
@@ -102,8 +103,12 @@ from fitkit.distributed.strategies.ddp import DDPWrapper
 from fitkit.distributed.strategies.engine import Engine, norm_of
 from fitkit.distributed.world import RankGroup, World, enter
 from fitkit.distributed.wrapped_model import StepRouter, WrappedModel
-from fitkit.losses.names import LOSSES
+from fitkit.losses.formulas import classes, elements
+from fitkit.losses.names import LOSSES, Definition
+from fitkit.metrics.conversions import as_given, matched
 from fitkit.metrics.named import NAMES as METRICS
+from fitkit.metrics.named import Named
+from fitkit.metrics.sums import Mean
 from fitkit.module import Module
 from fitkit.optimizers import (
     FUSED,
@@ -116,6 +121,7 @@ from fitkit.optimizers import (
 from fitkit.schedulers import SCHEDULERS
 
 __all__ = [
+    "CALLBACKS",
     "DDP",
     "DDP2",
     "DP",
@@ -135,14 +141,17 @@ __all__ = [
     "Collectives",
     "DDPSharded",
     "DDPWrapper",
+    "Definition",
     "Engine",
     "JSONLinesFile",
     "LoaderSource",
     "Logs",
     "Machine",
+    "Mean",
     "MixedPrecision",
     "Module",
     "ModuleInPlace",
+    "Named",
     "NoRows",
     "OptimizerInPlace",
     "Precision",
@@ -159,6 +168,7 @@ __all__ = [
     "Weights",
     "World",
     "WrappedModel",
+    "as_given",
     "as_json",
     "as_parts",
     "batches_of_call",
@@ -172,7 +182,9 @@ __all__ = [
     "checked_place",
     "choose_kind",
     "class_of",
+    "classes",
     "detect",
+    "elements",
     "enter",
     "files_in",
     "first_rate",
@@ -184,6 +196,7 @@ __all__ = [
     "is_multiple_in",
     "make_folder",
     "make_source",
+    "matched",
     "named_strategy",
     "norm_of",
     "optimizers_of",

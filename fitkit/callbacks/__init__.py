@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from fitkit.callbacks.backup import BackupAndRestore
-from fitkit.callbacks.base import Callback, CallbackList, LambdaCallback
+from fitkit.callbacks.base import CALLBACKS, Callback, CallbackList, LambdaCallback
 from fitkit.callbacks.early_stopping import EarlyStopping, OptunaPruning
 from fitkit.callbacks.history import History
 from fitkit.callbacks.model_checkpoint import ModelCheckpoint
@@ -31,29 +31,28 @@ if TYPE_CHECKING:
         NormMonitor,
         TerminateOnNaN,
     )
-else:
-    __getattr__ = imported_on_demand(
-        __name__,
-        {
-            name: f"{home}:{name}"
-            for home, names in {
-                "fitkit.extras.averages": ("EMA", "StochasticWeightAveraging", "SwapEMAWeights"),
-                "fitkit.extras.evaluations": ("EvaluateEvery", "MetricCallback"),
-                "fitkit.extras.finetuning": ("BackboneFinetuning", "GradualUnfreezing"),
-                "fitkit.extras.profiler": ("Profiler",),
-                "fitkit.extras.ray_train": ("RayTrainReport",),
-                "fitkit.extras.resources": ("DeviceStatsMonitor", "ThroughputMonitor", "Timer"),
-                "fitkit.extras.watches": (
-                    "DetectLossSpike",
-                    "DetectNonFinite",
-                    "NormMonitor",
-                    "TerminateOnNaN",
-                ),
-                "fitkit.extras.loggers.tensorboard": ("TensorBoard",),
-            }.items()
-            for name in names
-        },
-    )
+
+_OF_EXTRAS = {
+    f"{home}:{name}": name
+    for home, names in {
+        "fitkit.extras.averages": ("EMA", "StochasticWeightAveraging", "SwapEMAWeights"),
+        "fitkit.extras.evaluations": ("EvaluateEvery", "MetricCallback"),
+        "fitkit.extras.finetuning": ("BackboneFinetuning", "GradualUnfreezing"),
+        "fitkit.extras.loggers.tensorboard": ("TensorBoard",),
+        "fitkit.extras.profiler": ("Profiler",),
+        "fitkit.extras.ray_train": ("RayTrainReport",),
+        "fitkit.extras.resources": ("DeviceStatsMonitor", "ThroughputMonitor", "Timer"),
+        "fitkit.extras.watches": (
+            "DetectLossSpike",
+            "DetectNonFinite",
+            "NormMonitor",
+            "TerminateOnNaN",
+        ),
+    }.items()
+    for name in names
+}
+if not TYPE_CHECKING:
+    __getattr__ = imported_on_demand(__name__, {name: home for home, name in _OF_EXTRAS.items()})
 
 ProgbarLogger = ProgressBar
 """Keras's name for the progress bar."""
@@ -93,6 +92,15 @@ __all__ = [
     "ThroughputMonitor",
     "Timer",
 ]
+
+
+for _home, _name in _OF_EXTRAS.items():
+    CALLBACKS.promise(_home, _name)
+for _home in ("services:MLflow", "services:WandB", "text:CSV", "text:JSONLines"):
+    CALLBACKS.promise(f"fitkit.extras.loggers.{_home}", _home.partition(":")[2])
+for _name in __all__:
+    if isinstance(_kind := globals().get(_name), type) and _kind not in (Callback, CallbackList):
+        CALLBACKS.add(_name, _kind)
 
 
 def __dir__() -> list[str]:

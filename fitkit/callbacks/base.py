@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import time
 import weakref
@@ -15,7 +16,7 @@ from fitkit.arguments import describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 from fitkit.module import Module
 from fitkit.outputs import EMPTY_MEAN
-from fitkit.registry import did_you_mean
+from fitkit.registry import Registry, did_you_mean
 
 Logs = Mapping[str, Any]
 
@@ -541,21 +542,32 @@ def _check_free(callback: Callback, model: Module) -> None:
         )
 
 
-Callbacks: TypeAlias = (
-    Callback | CallbackList | Iterable[Callback | CallbackList | Iterable[Any]] | None
+CALLBACKS: Registry[Callable[[], Callback]] = Registry(
+    "callback",
+    hint="A fitkit.callbacks.Callback or a list of them is accepted too.",
+    group="fitkit.callbacks",
+    page="docs/callbacks.md",
 )
-"""The `callbacks` argument: a callback, or a list of callbacks, which may contain lists."""
+"""Callbacks and loggers by name, and what makes each without arguments."""
+
+Callbacks: TypeAlias = (
+    Callback | CallbackList | str | Iterable[Callback | CallbackList | str | Iterable[Any]] | None
+)
+"""The `callbacks` argument: a callback, its name, or a list of them, which may contain lists."""
 
 
 def flatten(callbacks: object) -> Iterator[Callback]:
-    """Yield the callbacks in a callback, a CallbackList, a nested list of them, or None.
+    """Yield the callbacks in a callback, a name, a CallbackList, a nested list of them, or None.
 
     Raises:
         ArgumentTypeError: for anything else. For a class, the message says to add `()`.
+        ConfigurationError: for an unknown name, or that of one which needs arguments.
     """
     if callbacks is None:
         return
-    if isinstance(callbacks, CallbackList):
+    if isinstance(callbacks, str):
+        yield _named(callbacks)
+    elif isinstance(callbacks, CallbackList):
         yield from callbacks.callbacks
     elif isinstance(callbacks, Callback):
         yield callbacks
@@ -564,14 +576,30 @@ def flatten(callbacks: object) -> Iterator[Callback]:
             f"callbacks has the class {callbacks.__name__}, not a callback. "
             f"Write {callbacks.__name__}()."
         )
-    elif isinstance(callbacks, Iterable) and not isinstance(callbacks, (str, bytes, dict)):
+    elif isinstance(callbacks, Iterable) and not isinstance(callbacks, (bytes, dict)):
         for callback in callbacks:
             yield from flatten(callback)
     else:
         raise ArgumentTypeError(
-            f"callbacks={describe(callbacks)} must be a fitkit.callbacks.Callback or a list "
-            "of them."
+            f"callbacks={describe(callbacks)} must be a fitkit.callbacks.Callback, the name of "
+            "one, or a list of them."
         )
+
+
+def _named(name: str) -> Callback:
+    make = CALLBACKS[name]
+    needed = [
+        parameter.name
+        for parameter in inspect.signature(make).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if needed:
+        called = getattr(make, "__name__", name)
+        raise ConfigurationError(
+            f"callback={name!r} needs arguments. Write {called}({', '.join(needed)})."
+        )
+    return make()
 
 
 def from_rank_zero(model: Module, value: Value) -> Value:

@@ -97,7 +97,7 @@ class WeightFormat(Protocol):
         """Open a file after checking it."""
 
 
-FORMATS: Registry[WeightFormat] = Registry("suffix")
+FORMATS: Registry[WeightFormat] = Registry("suffix", group="fitkit.formats")
 
 
 def written_suffixes() -> tuple[str, ...]:

@@ -111,7 +111,11 @@ def _spelled(name: str) -> str:
     return re.sub(r"[\s_-]+", "_", name.strip().lower())
 
 
-LOSSES = LossNames("loss", "A torch.nn loss and a callable (prediction, target) are losses too.")
+LOSSES = LossNames(
+    "loss",
+    "A torch.nn loss and a callable (prediction, target) are losses too.",
+    group="fitkit.losses",
+)
 
 TORCH_FUNCTIONS: dict[object, Definition] = {}
 """What is known of the functions in `torch.nn.functional`."""

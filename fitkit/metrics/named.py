@@ -175,6 +175,7 @@ class Named:
 NAMES: Registry[Named] = Registry(
     "metric",
     "A torchmetrics object or a callable (prediction, target) is accepted too.",
+    group="fitkit.metrics",
     page="docs/losses-and-metrics.md",
 )
 

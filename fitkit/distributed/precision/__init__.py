@@ -45,7 +45,7 @@ __all__ = [
     "scaled_steps",
 ]
 
-PRECISIONS: Registry[type[Precision]] = Registry("precision")
+PRECISIONS: Registry[type[Precision]] = Registry("precision", group="fitkit.precisions")
 PRECISIONS.add("32-true", FullPrecision, "32")
 PRECISIONS.add("64-true", DoublePrecision, "64")
 PRECISIONS.add("16-mixed", HalfMixed, "16")

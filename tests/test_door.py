@@ -1,0 +1,210 @@
+"""A package outside the tree adds one of each kind by the door alone, and is found by name."""
+
+import ast
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+PACKAGE = '''
+import contextlib
+
+import numpy as np
+import torch
+from fitkit.loggers import Logger
+from fitkit.outputs import LossHint
+from fitkit.seams import (
+    Callback, Definition, Engine, Mean, Named, Precision, SingleDevice, elements, matched, replacing
+)
+
+seen = []
+
+
+class Doubled(SingleDevice):
+    """Makes gradients twice as large."""
+
+    name = "doubled"
+    has_engine = True
+
+    def engine_for(self, module, optimizers):
+        return Doubling(list(module.parameters()))
+
+
+class Doubling(Engine):
+    def __init__(self, parameters):
+        self.parameters = parameters
+
+    def backward(self, loss):
+        loss.backward()
+        for parameter in self.parameters:
+            parameter.grad *= 2
+
+
+class Rounded(Precision):
+    """Computes with inputs of whole numbers."""
+
+    name = "rounded"
+
+    def autocast(self, device_type):
+        return contextlib.nullcontext()
+
+    def widen(self, tree):
+        return tree.round()
+
+
+class Counting(Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        seen.append(("batch", batch))
+
+
+class Remembering(Logger):
+    def log_scalars(self, values, step, epoch):
+        seen.append(("epoch", step, values["loss"]))
+
+
+def quartic(prediction, target):
+    return (prediction - target) ** 4
+
+
+fourth_power = Definition(quartic, elements, LossHint(task="regression"))
+
+
+def largest(prediction, target):
+    return (prediction - target).abs()
+
+
+distance = Named(lambda first: Mean(matched, largest), weightable=True)
+
+
+class Halving(torch.optim.SGD):
+    """Gradient descent at half its rate."""
+
+    def __init__(self, params, lr=1.0):
+        super().__init__(params, lr=lr / 2)
+
+
+class Arrays:
+    foreign, extra, versions = True, {}, {}
+
+    def __init__(self, arrays):
+        self.arrays = arrays
+
+    def describe(self):
+        return {name: (a.shape, torch.from_numpy(a).dtype) for name, a in self.arrays.items()}
+
+    def read(self, name):
+        return torch.from_numpy(self.arrays[name])
+
+    def read_into(self, name, tensor):
+        tensor.copy_(self.read(name))
+
+
+class Archive:
+    def write(self, path, weights):
+        with replacing(path) as file:
+            np.savez(file, **{name: part.numpy() for name, part in weights.tensors.items()})
+
+    @contextlib.contextmanager
+    def open(self, path):
+        with np.load(path, allow_pickle=False) as arrays:
+            yield Arrays(dict(arrays))
+
+
+archive = Archive()
+'''
+
+ENTRY_POINTS = """
+[fitkit.strategies]
+doubled = shed:Doubled
+[fitkit.precisions]
+rounded = shed:Rounded
+[fitkit.callbacks]
+counting = shed:Counting
+remembering = shed:Remembering
+[fitkit.losses]
+fourth_power = shed:fourth_power
+[fitkit.metrics]
+distance = shed:distance
+[fitkit.optimizers]
+halving = shed:Halving
+[fitkit.formats]
+.npz = shed:archive
+"""
+
+PROGRAM = """
+import torch, fitkit
+
+x = torch.tensor([[1.0], [2.0], [3.0], [4.0]], dtype=torch.float64)
+y = torch.tensor([[1.2], [1.9], [3.4], [3.8]], dtype=torch.float64)
+
+
+def net():
+    made = torch.nn.Linear(1, 1).double()
+    torch.nn.init.ones_(made.weight), torch.nn.init.zeros_(made.bias)
+    return made
+
+
+model = fitkit.Model(net())
+model.compile(
+    "halving", "fourth_power", metrics=["distance"], strategy="doubled", learning_rate=0.01
+)
+model.fit(x, y, batch_size=2, shuffle=False, verbose=0, callbacks=["counting", ["remembering"]])
+by_hand, losses = net(), []
+for part in (slice(0, 2), slice(2, 4)):  # half the rate, twice the gradient
+    loss = ((by_hand(x[part]) - y[part]) ** 4).mean()
+    losses.append(loss.item())
+    for weight, gradient in zip(
+        by_hand.parameters(), torch.autograd.grad(loss, list(by_hand.parameters()))
+    ):
+        weight.data -= 0.01 * gradient
+for ours, theirs in zip(model.net.parameters(), by_hand.parameters()):
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+import shed
+assert shed.seen[:2] == [("batch", 0), ("batch", 1)], shed.seen
+(kind, step, value), = shed.seen[2:]
+assert kind == "epoch" and abs(value - sum(losses) / 2) < 1e-9, (shed.seen, losses)
+
+model.compile(precision="rounded", strategy="auto")
+found = model.evaluate(x, y, verbose=0, return_dict=True)
+expected = (by_hand(x).round() - y).abs().mean().item()
+assert abs(found["distance"] - expected) < 1e-9, (found, expected)
+
+model.save_weights("weights.npz")
+twin = fitkit.Model(net())
+twin.load_weights("weights.npz")
+assert all(torch.equal(a, b) for a, b in zip(twin.net.parameters(), model.net.parameters()))
+print("found by name")
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_package_outside_the_tree_is_found_by_name(tmp_path):
+    (tmp_path / "shed.py").write_text(PACKAGE)
+    information = tmp_path / "shed-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: shed\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(textwrap.dedent(ENTRY_POINTS))
+    (tmp_path / "program.py").write_text(PROGRAM)
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parent.parent)])
+    found = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert found.stdout == "found by name\n", found.stderr
+
+
+def test_it_imports_the_door_and_public_names_alone():
+    theirs = {
+        node.module
+        for node in ast.walk(ast.parse(PACKAGE))
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("fitkit")
+    }
+    assert theirs == {"fitkit.seams", "fitkit.loggers", "fitkit.outputs"}
