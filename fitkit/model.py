@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from fitkit import model_names, trees
 from fitkit.accelerators import is_accelerator
 from fitkit.arguments import check_flag, describe, only_known_arguments
-from fitkit.callbacks.base import Callbacks
+from fitkit.callbacks.callback_list import Callbacks
 from fitkit.callbacks.history import History, Results
 from fitkit.distributed.launchers import InlineLauncher, Launcher
 from fitkit.distributed.precision import Precision

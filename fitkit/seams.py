@@ -1,10 +1,10 @@
 """The door for extras, in this package and in others: all that they may use of the core.
 
-A capability that a reader of the core needn't know imports from here, from the public modules
-(`fitkit.callbacks`, `fitkit.strategies`, …), and from the modules that hold no state of a training
-(`fitkit.arguments`, `errors`, `trees`, …), and nothing else. The core never imports it: a registry
-or a public module imports it when somebody asks for its name. docs/contributing.md has a program
-for each kind. Each registry also knows the names that installed packages add by entry points.
+A capability that a reader of the core needn't know imports from here, and from public modules such
+as `fitkit.callbacks`. It may also use the modules that hold no state of a training, such as
+`fitkit.arguments`, `errors` and `trees`. The core never imports it: a registry or a public module
+does, when somebody asks for its name. docs/contributing.md has a program for each kind. Each
+registry also knows the names that installed packages add by entry points.
 
 | you add | you subclass or write | it is found by |
 |---|---|---|
@@ -17,10 +17,8 @@ for each kind. Each registry also knows the names that installed packages add by
 """
 
 from fitkit.callbacks.base import (
-    CALLBACKS,
     AnyRankFlag,
     Callback,
-    Callbacks,
     Logs,
     batches_of_call,
     from_all_ranks,
@@ -30,6 +28,7 @@ from fitkit.callbacks.base import (
     run_of,
     share_buffers,
 )
+from fitkit.callbacks.callback_list import CALLBACKS, Callbacks
 from fitkit.callbacks.rates import (
     groups_of,
     optimizers_of,

@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING
 
 from fitkit.callbacks.backup import BackupAndRestore
-from fitkit.callbacks.base import CALLBACKS, Callback, CallbackList, LambdaCallback
+from fitkit.callbacks.base import Callback, LambdaCallback
+from fitkit.callbacks.callback_list import CALLBACKS, CallbackList
 from fitkit.callbacks.early_stopping import EarlyStopping, OptunaPruning
 from fitkit.callbacks.history import History
 from fitkit.callbacks.model_checkpoint import ModelCheckpoint

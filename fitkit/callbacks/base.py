@@ -1,22 +1,19 @@
-"""The callback hooks: the base class of callbacks, and the list that a run calls."""
+"""The base class of callbacks, with its hooks, and what callbacks ask of a run and its ranks."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fitkit.arguments import describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 from fitkit.module import Module
-from fitkit.outputs import EMPTY_MEAN
-from fitkit.registry import Registry, did_you_mean
+from fitkit.registry import did_you_mean
 
 Logs = Mapping[str, Any]
 
@@ -411,107 +408,6 @@ class LambdaCallback(Callback):
             setattr(self, name, function)
 
 
-Hook = Callable[..., Any]
-
-
-class CallbackList:
-    """Calls the hooks of several callbacks, in list order.
-
-    It keeps overridden hooks only. A loop asks `hooks("on_train_batch_end")` once and pays nothing
-    for hooks that no callback overrides.
-
-    Args:
-        callbacks: a callback, a (nested) list of them, or None.
-
-    Example:
-        >>> from fitkit.callbacks import CallbackList, Timer
-        >>> len(CallbackList([Timer(), [Timer()]]).callbacks)
-        2
-    """
-
-    def __init__(self, callbacks: object = None) -> None:
-        self.callbacks: list[Callback] = list(flatten(callbacks))
-        self._hooks: dict[str, tuple[Hook, ...]] = {}
-
-    @contextlib.contextmanager
-    def running(self, model: Module, params: dict[str, Any]) -> Iterator[None]:
-        """Surround a run, from before its first hook until after its last one.
-
-        Every callback gets the model and the run's parameters. At the end, what the callbacks gave
-        to `add_cleanup` is called.
-
-        Args:
-            model: the model that runs.
-            params: a dict about the run; see `Callback.params`.
-
-        Raises:
-            ConfigurationError: another model's running `fit` has one of the callbacks.
-        """
-        for callback in self.callbacks:
-            _check_free(callback, model)
-        contexts = model._fitkit.contexts
-        outer = contexts.cleanups
-        with contextlib.ExitStack() as cleanups, contextlib.ExitStack() as of_weights:
-            cleanups.callback(contexts.put_cleanups, outer)
-            contexts.put_cleanups((cleanups, of_weights))
-            for callback in self.callbacks:
-                if outer is not None and "params" in vars(callback):  # the outer run may call it
-                    cleanups.callback(callback.set_params, callback.params)
-                callback.set_model(model)
-                callback.set_params(params)
-            self._hooks = {name: tuple(self._collect(name)) for name in HOOKS}
-            for callback in self.callbacks:
-                self._hooks = callback.around_hooks(self._hooks)
-            yield
-
-    def _collect(self, name: str) -> Iterator[Hook]:
-        names = [name, *(short for short, long in SHORT_NAMES.items() if long == name)]
-        callbacks = self.callbacks
-        if name == "on_train_end":
-            callbacks = sorted(callbacks, key=lambda callback: not callback.swaps_weights)
-        for callback in callbacks:
-            for each in names:
-                if overrides(callback, each):
-                    yield getattr(callback, each)
-
-    def hooks(self, name: str) -> tuple[Hook, ...]:
-        """The bound hooks of that name, from the callbacks that override it."""
-        return self._hooks[name]
-
-    def batches_between_hooks(self, steps_per_execution: int) -> int:
-        """The number of training batches between two calls of the hooks."""
-        return 1 if any(one.each_batch for one in self.callbacks) else steps_per_execution
-
-    @contextlib.contextmanager
-    def as_validated(self) -> Iterator[None]:
-        """Give the model the weights that validations see, for the length of a block.
-
-        Ranks:
-            Collective.
-        """
-        with contextlib.ExitStack() as swapped:
-            for callback in self.callbacks:
-                swapped.enter_context(callback.as_validated())
-            yield
-
-    def call(self, name: str, *args: Any) -> None:
-        """Call one hook on every callback that overrides it."""
-        for hook in self._hooks[name]:
-            hook(*args)
-
-    def warning_of(self, logs: Logs) -> str | None:
-        """The warning about NaN or infinite losses; None if a callback handles them."""
-        losses = {name: logs.get(name, 0.0) for name in ("loss", "val_loss")}
-        lost = {n: x for n, x in losses.items() if x is not EMPTY_MEAN and not math.isfinite(x)}
-        found = [f"{name} is {loss}" for name, loss in lost.items()]
-        if not found or any(callback.watches_losses for callback in self.callbacks):
-            return None
-        return (
-            f"{' and '.join(found)}. fit(…, callbacks=fitkit.callbacks.DetectNonFinite()) names "
-            "the first module in training whose output or gradient is NaN or infinite."
-        )
-
-
 def batches_of_call(callback: Callback, batch: int) -> range:
     """The numbers of the batches that a call of `on_train_batch_end` is for; the last is `batch`.
 
@@ -524,82 +420,6 @@ def batches_of_call(callback: Callback, batch: int) -> range:
 def is_multiple_in(batches: range, every: int) -> bool:
     """Whether one of these batches (from 0) is an `every`-th one."""
     return batches.stop // every > batches.start // every
-
-
-def _check_free(callback: Callback, model: Module) -> None:
-    """Refuse a callback that another model's running `fit` has: it knows a single model.
-
-    Raises:
-        ConfigurationError: with what to write.
-    """
-    other = getattr(callback, "model", None)
-    run = run_of(other) if other is not None and other is not model else None
-    if run is not None and any(callback is own for own in run.callbacks):
-        raise ConfigurationError(
-            f"This {type(callback).__name__} belongs to another model's fit, which is running. "
-            "Make one for each model, or copy it.",
-            code="FK071",
-        )
-
-
-CALLBACKS: Registry[Callable[[], Callback]] = Registry(
-    "callback",
-    hint="A fitkit.callbacks.Callback or a list of them is accepted too.",
-    group="fitkit.callbacks",
-    page="docs/callbacks.md",
-)
-"""Callbacks and loggers by name, and what makes each without arguments."""
-
-Callbacks: TypeAlias = (
-    Callback | CallbackList | str | Iterable[Callback | CallbackList | str | Iterable[Any]] | None
-)
-"""The `callbacks` argument: a callback, its name, or a list of them, which may contain lists."""
-
-
-def flatten(callbacks: object) -> Iterator[Callback]:
-    """Yield the callbacks in a callback, a name, a CallbackList, a nested list of them, or None.
-
-    Raises:
-        ArgumentTypeError: for anything else. For a class, the message says to add `()`.
-        ConfigurationError: for an unknown name, or that of one which needs arguments.
-    """
-    if callbacks is None:
-        return
-    if isinstance(callbacks, str):
-        yield _named(callbacks)
-    elif isinstance(callbacks, CallbackList):
-        yield from callbacks.callbacks
-    elif isinstance(callbacks, Callback):
-        yield callbacks
-    elif isinstance(callbacks, type) and issubclass(callbacks, Callback):
-        raise ArgumentTypeError(
-            f"callbacks has the class {callbacks.__name__}, not a callback. "
-            f"Write {callbacks.__name__}()."
-        )
-    elif isinstance(callbacks, Iterable) and not isinstance(callbacks, (bytes, dict)):
-        for callback in callbacks:
-            yield from flatten(callback)
-    else:
-        raise ArgumentTypeError(
-            f"callbacks={describe(callbacks)} must be a fitkit.callbacks.Callback, the name of "
-            "one, or a list of them."
-        )
-
-
-def _named(name: str) -> Callback:
-    make = CALLBACKS[name]
-    needed = [
-        parameter.name
-        for parameter in inspect.signature(make).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    if needed:
-        called = getattr(make, "__name__", name)
-        raise ConfigurationError(
-            f"callback={name!r} needs arguments. Write {called}({', '.join(needed)})."
-        )
-    return make()
 
 
 def from_rank_zero(model: Module, value: Value) -> Value:
@@ -690,12 +510,3 @@ class AnyRankFlag:
         step_s = max(now - self._asked_at, 1e-9) / self._pause
         self._asked_at = now
         return max(1, min(int(PERIOD_S / step_s), 2 * self._pause, MOST_STEPS))
-
-
-def report_error(error: BaseException, callbacks: CallbackList) -> None:
-    """Call `on_exception`; a failing hook only warns, so the error and other hooks come through."""
-    for hook in callbacks.hooks("on_exception"):
-        try:
-            hook(error)
-        except Exception as another:
-            warn(f"on_exception failed: {type(another).__name__}: {another}")

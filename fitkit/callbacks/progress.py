@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fitkit.arguments import check_number, chosen_verbose
-from fitkit.callbacks.base import Callback, CallbackList, Logs
+from fitkit.callbacks.base import Callback, Logs
+from fitkit.callbacks.callback_list import CallbackList
 from fitkit.callbacks.display import Display, Moment, display_for, shown_metrics
 
 if TYPE_CHECKING:

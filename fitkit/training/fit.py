@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from fitkit.arguments import chosen_verbose
 from fitkit.callbacks import Callback, CallbackList, History
-from fitkit.callbacks.base import SHORT_NAMES, overrides, report_error
+from fitkit.callbacks.base import SHORT_NAMES, overrides
+from fitkit.callbacks.callback_list import report_error
 from fitkit.callbacks.monitor import why_none
 from fitkit.callbacks.progress import with_built_in
 from fitkit.data.arrays import ArraySource

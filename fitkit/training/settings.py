@@ -22,7 +22,7 @@ from fitkit.arguments import (
     chosen_verbose,
     describe,
 )
-from fitkit.callbacks.base import CallbackList
+from fitkit.callbacks.callback_list import CallbackList
 from fitkit.callbacks.monitor import is_due
 from fitkit.data.arrays import check_alike
 from fitkit.data.batches import Source, check_readable
