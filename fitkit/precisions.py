@@ -3,7 +3,15 @@
 `compile(precision=…)` takes a name or one of these objects.
 """
 
-from fitkit.distributed.precision import Float8Mixed, Precision
+from typing import TYPE_CHECKING
+
+from fitkit.distributed.precision import Precision
+from fitkit.registry import imported_on_demand
+
+if TYPE_CHECKING:
+    from fitkit.extras.float8 import Float8Mixed
+else:
+    __getattr__ = imported_on_demand(__name__, {"Float8Mixed": "fitkit.extras.float8:Float8Mixed"})
 
 __all__ = ["Float8Mixed", "Precision"]
 

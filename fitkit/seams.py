@@ -79,6 +79,15 @@ from fitkit.distributed.precision import (
     Precision,
     plain_layers,
 )
+from fitkit.distributed.precision.base import (
+    FLOAT8,
+    BFloat16Mixed,
+    change_layer,
+    changed_layers,
+    check_pair,
+    restore_dtypes,
+    restore_layer,
+)
 from fitkit.distributed.resolve import named_strategy, resolve_strategy
 from fitkit.distributed.spread.in_place import (
     ModuleInPlace,
@@ -124,6 +133,7 @@ __all__ = [
     "DDP",
     "DDP2",
     "DP",
+    "FLOAT8",
     "FORMATS",
     "FSDP",
     "FUSED",
@@ -135,6 +145,7 @@ __all__ = [
     "STRATEGIES",
     "AnyRankFlag",
     "Assignment",
+    "BFloat16Mixed",
     "Callback",
     "Callbacks",
     "Collectives",
@@ -173,7 +184,10 @@ __all__ = [
     "batches_of_call",
     "beside",
     "blocks_of",
+    "change_layer",
+    "changed_layers",
     "check_data_type",
+    "check_pair",
     "check_trainable",
     "check_trains",
     "check_writable",
@@ -210,6 +224,8 @@ __all__ = [
     "replace_text",
     "replacing",
     "resolve_strategy",
+    "restore_dtypes",
+    "restore_layer",
     "run_of",
     "set_rate",
     "share_buffers",

@@ -20,7 +20,6 @@ from fitkit.distributed.precision.base import (
     match_state,
     plain_layers,
 )
-from fitkit.distributed.precision.float8 import Float8Mixed
 from fitkit.distributed.precision.scaling import CLOSURE, Scaling, scaled_steps
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.registry import Registry, normalise
@@ -31,7 +30,6 @@ __all__ = [
     "BFloat16Mixed",
     "BFloat16Precision",
     "DoublePrecision",
-    "Float8Mixed",
     "FullPrecision",
     "HalfMixed",
     "HalfPrecision",
@@ -53,7 +51,9 @@ PRECISIONS.add("bf16-mixed", BFloat16Mixed, "bf16")
 PRECISIONS.add("16-true", HalfPrecision)
 PRECISIONS.add("bf16-true", BFloat16Precision)
 # The last is Lightning's word for 8-bit floats, after the package that it takes for them.
-PRECISIONS.add("fp8-mixed", Float8Mixed, "fp8", "float8", "transformer-engine")
+PRECISIONS.promise(
+    "fitkit.extras.float8:Float8Mixed", "fp8-mixed", "fp8", "float8", "transformer-engine"
+)
 
 OTHER_WORDS: dict[str, tuple[str, ...]] = {
     "fp16": ("16-mixed", "16-true"),

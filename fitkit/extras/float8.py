@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from fitkit.arguments import check_flag
-from fitkit.distributed.precision.base import (
+from fitkit.errors import ConfigurationError, require
+from fitkit.seams import (
     FLOAT8,
     BFloat16Mixed,
     change_layer,
@@ -21,7 +22,6 @@ from fitkit.distributed.precision.base import (
     restore_dtypes,
     restore_layer,
 )
-from fitkit.errors import ConfigurationError, require
 
 EMULATES = ("cpu", "cuda")
 
