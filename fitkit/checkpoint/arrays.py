@@ -8,6 +8,7 @@ stored as unsigned integers, and complex numbers as pairs of floats in a last di
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any, BinaryIO, NamedTuple, TypeGuard
@@ -74,7 +75,8 @@ def read_description(found: object, what: str) -> Described:
     if dtype is None:
         # Not damage, perhaps: a newer torch may know more dtypes than this one.
         raise ValueError(f"the dtype {name!r} of {what} is unknown to this torch or fitkit")
-    if not is_shape(shape):
+    # Empty ones too: torch multiplies the sizes in 64 bits.
+    if not is_shape(shape) or math.prod(size or 1 for size in shape) >= 1 << 56:
         raise ValueError(f"{what} has an impossible shape in its document")
     return tuple(shape), dtype
 
