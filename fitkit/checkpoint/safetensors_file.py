@@ -293,7 +293,7 @@ def _extra(path: str, metadata: Mapping[str, str], tensors: Container[str]) -> d
 
     try:
         extra = decode_extra(json.loads(metadata.get(_EXTRA, "{}")), refuse)
-    except (ConfigurationError, ValueError, RecursionError):
+    except (ValueError, RecursionError):
         raise damaged(path, "its entries that aren't tensors can't be read") from None
     if any(name in tensors for name in extra):
         raise damaged(path, "one name stands for a tensor and for other data")
