@@ -1,9 +1,8 @@
 """How a tensor of each dtype lies in a file: as numbers, or as bits with the dtype's name beside.
 
-HDF5 and NumPy know neither bfloat16 nor the float8 kinds, and HDF5 writes booleans and complex
-numbers as an enumeration and a compound type, which the reader refuses for safety. So these are
-stored as unsigned integers, and complex numbers as pairs of floats in a last dimension of two
-(bcomplex32, whose parts HDF5 doesn't know, as unsigned integers).
+HDF5 and NumPy know neither bfloat16 nor the float8 kinds, and HDF5 has no booleans and complex
+numbers of its own. So these are stored as unsigned integers, and complex numbers as pairs of floats
+in a last dimension of two (bcomplex32, whose parts HDF5 doesn't know, as unsigned integers).
 """
 
 from __future__ import annotations
