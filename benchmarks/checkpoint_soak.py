@@ -25,6 +25,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -48,7 +49,7 @@ from fitkit.checkpoint import (
     save_weights,
     write_container,
 )
-from fitkit.checkpoint.header import HEADER_SIZE, seal
+from fitkit.checkpoint.header import HEADER_SIZE, Span, seal
 from fitkit.errors import CheckpointError, ConfigurationError
 
 BATCH = 100
@@ -234,8 +235,10 @@ def _reseal_container(path: Path, content: bytes, other: bytes, generator: rando
     """Write a container whose body was damaged before it got its header."""
     body = damaged(content[HEADER_SIZE:], other[HEADER_SIZE:], generator)
     path.write_bytes(content[:HEADER_SIZE] + body)
+    place = re.search(rb"\ndocument (\d+) (\d+)\n", content)
+    assert place is not None
     with open(path, "r+b") as file:
-        seal(file)
+        seal(file, Span(int(place[1]), int(place[2])))
 
 
 def _reseal_safetensors(path: Path, content: bytes, other: bytes, generator: random.Random) -> None:

@@ -291,13 +291,16 @@ def change_bytes(draw, raw, begin, end):
 
 def make_checkpoint(draw, base, path):
     """Bytes of a .h5 under a digest that is right."""
-    from fitkit.checkpoint.header import HEADER_SIZE, seal
+    from fitkit.checkpoint.header import HEADER_SIZE
+    from tests.files import document_of, reseal
 
     raw = bytearray(base.read_bytes())
-    change_bytes(draw, raw, HEADER_SIZE, min(len(raw), HEADER_SIZE + draw.choice([2000, 1 << 30])))
+    # Mostly its document, by which all else is found; there its beginning, which has the places.
+    begin, length = document_of(raw)
+    places = (begin, begin + min(length, 2000)), (begin, begin + length), (HEADER_SIZE, len(raw))
+    change_bytes(draw, raw, *draw.choice(places))
     path.write_bytes(raw)
-    with open(path, "r+b") as file:
-        seal(file)
+    reseal(path)
     return ["bytes"]
 
 

@@ -1,13 +1,13 @@
 """How a tensor of each dtype lies in a file: as numbers, or as bits with the dtype's name beside.
 
-HDF5 and NumPy know neither bfloat16 nor the float8 kinds, and HDF5 writes booleans and complex
-numbers as an enumeration and a compound type, which the reader refuses for safety. So these are
-stored as unsigned integers, and complex numbers as pairs of floats in a last dimension of two
-(bcomplex32, whose parts HDF5 doesn't know, as unsigned integers).
+HDF5 and NumPy know neither bfloat16 nor the float8 kinds, and HDF5 has no booleans and complex
+numbers of its own. So these are stored as unsigned integers, and complex numbers as pairs of floats
+in a last dimension of two (bcomplex32, whose parts HDF5 doesn't know, as unsigned integers).
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any, BinaryIO, NamedTuple, TypeGuard
@@ -74,7 +74,8 @@ def read_description(found: object, what: str) -> Described:
     if dtype is None:
         # Not damage, perhaps: a newer torch may know more dtypes than this one.
         raise ValueError(f"the dtype {name!r} of {what} is unknown to this torch or fitkit")
-    if not is_shape(shape):
+    # Empty ones too: torch multiplies the sizes in 64 bits.
+    if not is_shape(shape) or math.prod(size or 1 for size in shape) >= 1 << 56:
         raise ValueError(f"{what} has an impossible shape in its document")
     return tuple(shape), dtype
 

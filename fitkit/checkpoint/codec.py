@@ -6,7 +6,7 @@ import base64
 import json
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,6 @@ from fitkit.errors import ConfigurationError
 DEEPEST = 100
 #: Larger integers are written in hexadecimal digits, which Python reads at any length.
 LARGEST_DECIMAL = 1 << 63
-#: Unlike those of strings, the hashes of tuples and large numbers can be made equal on purpose,
-#: and a dict of very many equal hashes takes hours to build. So there may only be so many.
-MOST_GUESSABLE_KEYS = 10_000
 
 _HEXADECIMAL = re.compile(r"-?0x[0-9a-f]+")
 
@@ -66,11 +63,9 @@ def encode_state(value: Any, numbering: Numbering, place: str = "state", depth: 
         if kind is list:
             return items
         if kind is set:
-            check_keys(value, place)
             items.sort(key=json.dumps)  # the order of strings in a set changes with each process
         return {kind.__name__: items}
     if isinstance(value, dict) and kind in (dict, OrderedDict, Counter):
-        check_keys(value, place)
         if kind is not Counter and all(type(key) is str for key in value):
             return {"dict": {key: within(item, f"{place}[{key!r}]") for key, item in value.items()}}
         pairs = []
@@ -111,18 +106,6 @@ def is_key(value: object) -> bool:
 def is_numeric(dtype: np.dtype[Any]) -> bool:
     """Whether it is a type of plain numbers that every machine has."""
     return dtype.kind in "biufc" and dtype.itemsize <= (16 if dtype.kind == "c" else 8)
-
-
-def check_keys(keys: Iterable[object], place: str) -> None:
-    """Refuse more keys of guessable hashes than a dict can be built of quickly."""
-    guessable = sum(
-        type(key) is tuple or (type(key) is int and abs(key) >= 1 << 60) for key in keys
-    )
-    if guessable > MOST_GUESSABLE_KEYS:
-        raise ConfigurationError(
-            f"{place} has {guessable} tuples or very large numbers as keys, and a file holds at "
-            f"most {MOST_GUESSABLE_KEYS} in one dict or set. Use strings as keys."
-        )
 
 
 def decode_state(encoded: object, read: Callable[[int], torch.Tensor]) -> Any:
@@ -203,7 +186,6 @@ class _Decoder:
         keys = [self.decode(item, depth + 1) for item in part]
         if not all(map(is_key, keys)):
             raise ValueError("a dict or set in its state has an impossible key")
-        check_keys(keys, "a part of its state")
         if len(set(keys)) != len(keys):
             raise ValueError("a dict or set in its state has a key twice")
         return keys

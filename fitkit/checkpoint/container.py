@@ -1,11 +1,13 @@
 """One HDF5 file with a JSON document and numbered arrays: the form of all our HDF5 files.
 
 ```
-bytes 0 to 511    header: version, length, digest of all that follows (header.py)
-/document         the JSON document, as bytes
+bytes 0 to 511    header: version, size, the document's place, digest of all (header.py)
 /arrays/0 …       the arrays, each in one piece, without filters (arrays.py)
+/document         the JSON document, as bytes; says where each array begins
 ```
 
+libhdf5 writes the structure, for other programs. Our reader goes from the header to the document
+and from there to the arrays, so that libhdf5 never sees a foreign byte.
 `docs/checkpoint-format.md` has the details. Nothing in such a file is ever unpickled.
 """
 
@@ -33,7 +35,7 @@ from fitkit.checkpoint.arrays import (
     write_array,
 )
 from fitkit.checkpoint.atomic import HeldInterrupts, replacing
-from fitkit.checkpoint.header import HEADER_SIZE, Verified, open_verified, seal, unreadable
+from fitkit.checkpoint.header import HEADER_SIZE, Span, Verified, open_verified, seal, unreadable
 from fitkit.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -56,8 +58,9 @@ def write_container(
 ) -> None:
     """Write a file with `document` and `arrays`, whole or not at all.
 
-    Everything is checked before the file is begun. Arrays go to the disk one by one; those of
-    another device or layout are copied one by one too. Ctrl-C takes effect between two arrays.
+    All but the document's size is checked before the file is begun. Arrays go to the disk one by
+    one; those of another device or layout are copied one by one too. Ctrl-C takes effect between
+    two arrays.
 
     Args:
         path: the file to create or to replace.
@@ -75,24 +78,26 @@ def write_container(
             tensors.append(storable(array))
         except ConfigurationError as error:
             raise type(error)(f"Array {index}: {error}") from None
-    text = encode_document(document, tensors)
-    size_bytes = len(text) + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    check_plain_data(document, "document")
+    size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     with HeldInterrupts() as interrupts, replacing(path, size_bytes) as file:
-        offsets = _lay_out(file, text, tensors)
-        for index, offset in offsets.items():
-            write_array(file, offset, tensors[index])
+        place, offsets = _lay_out(file, document, tensors)
+        for offset, tensor in zip(offsets, tensors, strict=True):
+            write_array(file, offset, tensor)
             interrupts.deliver()
-        seal(file)
+        seal(file, place)
         interrupts.deliver()
 
 
-def _lay_out(file: BinaryIO, text: bytes, tensors: list[torch.Tensor]) -> dict[int, int]:
-    """Write a file that lacks nothing but the arrays' numbers; says where those belong.
+def _lay_out(
+    file: BinaryIO, content: dict[str, Any], tensors: list[torch.Tensor]
+) -> tuple[Span, list[int]]:
+    """Write a file that lacks nothing but the arrays' numbers and the header.
 
     libhdf5 only makes the structure. The numbers are written past it, one array after the other.
 
     Returns:
-        The place in the file of each array that has any numbers.
+        Where the document is, and where each array begins.
     """
     import h5py
     from h5py import h5d, h5p, h5s, h5t
@@ -121,20 +126,22 @@ def _lay_out(file: BinaryIO, text: bytes, tensors: list[torch.Tensor]) -> dict[i
         alignment_threshold=_ALIGNED_BYTES,
         alignment_interval=_ALIGNMENT,
     ) as hdf5:
-        document = create(hdf5.id, "document", _BYTE, (len(text),))
-        document.write(h5s.ALL, h5s.ALL, np.frombuffer(text, _BYTE))
         arrays = hdf5.create_group("arrays").id
-        offsets = {}
+        offsets = []
         for index, tensor in enumerate(tensors):
             shape = stored_shape(tensor.dtype, tuple(tensor.shape))
             dataset = create(arrays, str(index), file_dtype(tensor.dtype), shape)
-            if tensor.numel():
-                offsets[index] = dataset.get_offset()
-    return offsets
+            # Without numbers, it has no place.
+            offsets.append(dataset.get_offset() if tensor.numel() else 0)
+        text = encode_document(content, tensors, offsets)
+        document = create(hdf5.id, "document", _BYTE, (len(text),))
+        document.write(h5s.ALL, h5s.ALL, np.frombuffer(text, _BYTE))
+        place = Span(document.get_offset(), len(text))
+    return place, offsets
 
 
 class Reader:
-    """A file whose bytes, structure, shapes and dtypes are checked, and its arrays one by one.
+    """A file whose bytes, document, shapes and dtypes are checked, and its arrays one by one.
 
     Attributes:
         document: what was given to `write_container`.
@@ -147,7 +154,18 @@ class Reader:
         self._arrays = StoredArrays(verified.file, verified.state)
         self.document: dict[str, Any]
         with refusals(path):
-            self.document, self._described, self._offsets = _checked_structure(verified)
+            place, size_bytes = verified.document, verified.state.size_bytes
+            if place.length > LARGEST_DOCUMENT:
+                raise ValueError(
+                    f"its document takes {place.length / 1e6:.1f} MB, more than any that fitkit "
+                    "writes"
+                )
+            if place.offset + place.length > size_bytes:
+                raise ValueError("its document isn't in the file")
+            with unreadable(path):
+                text = self._arrays.read(place.offset, (place.length,), torch.uint8)
+            found = decode_document(text.numpy().tobytes(), size_bytes)
+            self.document, self._described, self._offsets = found
 
     def __len__(self) -> int:
         return len(self._described)
@@ -200,8 +218,8 @@ class Reader:
 def read_container(path: str | os.PathLike[str]) -> Iterator[Reader]:
     """Open a file after checking all of it, and close it when the block ends.
 
-    The digest, the structure and what the document says of each array are checked here, before
-    memory is taken for any array.
+    The digest and what the document says of each array are checked here, before memory is taken
+    for any array.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -213,135 +231,14 @@ def read_container(path: str | os.PathLike[str]) -> Iterator[Reader]:
 
 @contextlib.contextmanager
 def refusals(name: str) -> Iterator[None]:
-    """Turn what our checks and h5py raise into one kind of error, with the file's name."""
+    """Turn what our checks raise into one kind of error, with the file's name."""
     try:
         yield
-    except (CheckpointError, FileNotFoundError):
-        raise
-    except (ValueError, OSError, RuntimeError, KeyError, TypeError) as error:
-        ours = isinstance(error, ValueError)
-        reason = str(error) if ours else f"libhdf5 can't read it ({error})"
+    except ValueError as error:
         raise CheckpointError(
-            f"{name} is refused: {reason}. Its digest is right, so this isn't damage: another "
+            f"{name} is refused: {error}. Its digest is right, so this isn't damage: another "
             "program, or a newer fitkit or torch, made it. Nothing was loaded."
         ) from error
-
-
-def _checked_structure(verified: Verified) -> tuple[dict[str, Any], list[Described], list[int]]:
-    """The document, what it says of each array, and where each one's numbers begin."""
-    import h5py
-    from h5py import h5a, h5g, h5s
-
-    # libhdf5 reads the very file that was checked, by our open file and not by its path.
-    with h5py.File(verified.file, "r") as hdf5:
-        if hdf5.userblock_size != HEADER_SIZE:
-            raise ValueError("its HDF5 part doesn't begin after the header")
-        root = h5g.open(hdf5.id, b"/")
-        _check_count(root, "/", 2)
-        if h5a.get_num_attrs(root):
-            raise ValueError("'/' has attributes, which fitkit never writes")
-        dataset = _open_numbers(root, "document", _BYTE, None, verified.state.size_bytes)
-        (length,) = dataset.shape
-        if length > LARGEST_DOCUMENT:
-            raise ValueError(
-                f"its document takes {length / 1e6:.1f} MB, more than any that fitkit writes"
-            )
-        text = np.empty(length, _BYTE)
-        if length:
-            dataset.read(h5s.ALL, h5s.ALL, text)
-        document, described = decode_document(text.tobytes())
-        total = length + sum(
-            math.prod(stored_shape(dtype, shape)) * file_dtype(dtype).itemsize
-            for shape, dtype in described
-        )
-        if total > verified.state.size_bytes:
-            raise ValueError(f"its arrays declare {total} bytes, more than the file has")
-        arrays = _open_linked(root, "arrays")
-        if not isinstance(arrays, h5g.GroupID):
-            raise ValueError("'arrays' isn't a group")
-        _check_count(arrays, "arrays", len(described))
-        offsets = []
-        for index, (shape, dtype) in enumerate(described):
-            stored = file_dtype(dtype), stored_shape(dtype, shape)
-            dataset = _open_numbers(arrays, str(index), *stored, verified.state.size_bytes)
-            offsets.append(int(dataset.get_offset() or 0))
-    return document, described, offsets
-
-
-def _check_count(group: GroupID, name: str, count: int) -> None:
-    found = group.get_num_objs()
-    if found != count:
-        raise ValueError(f"the group {name!r} has {found} members instead of {count}")
-
-
-def _open_linked(parent: GroupID, name: str) -> Any:
-    """What has that name in a group, in this very file and without attributes."""
-    from h5py import h5a, h5l, h5o
-
-    encoded = name.encode("ascii")
-    if not parent.links.exists(encoded):
-        raise ValueError(f"{name!r} is missing")
-    kind = parent.links.get_info(encoded).type
-    if kind == h5l.TYPE_EXTERNAL:
-        raise ValueError(f"{name!r} is an external link, which leads to another file")
-    if kind != h5l.TYPE_HARD:
-        raise ValueError(f"{name!r} is a soft link")
-    found = h5o.open(parent, encoded)
-    if h5a.get_num_attrs(found):
-        raise ValueError(f"{name!r} has attributes, which fitkit never writes")
-    return found
-
-
-def _open_numbers(
-    parent: GroupID,
-    name: str,
-    dtype: np.dtype[Any],
-    shape: tuple[int, ...] | None,
-    file_bytes: int,
-) -> DatasetID:
-    """A dataset whose numbers lie in one piece in this file, of the type and shape expected.
-
-    Args:
-        shape: what is expected; None takes any vector.
-        file_bytes: the size of the whole file.
-    """
-    from h5py import h5d, h5s, h5t
-
-    dataset = _open_linked(parent, name)
-    if not isinstance(dataset, h5d.DatasetID):
-        raise ValueError(f"{name!r} isn't a dataset")
-    # The layout comes first: asking a virtual dataset for its shape may open other files.
-    properties = dataset.get_create_plist()
-    if properties.get_layout() == h5d.VIRTUAL:
-        raise ValueError(f"{name!r} is a virtual dataset, whose numbers are in other files")
-    if properties.get_external_count():
-        raise ValueError(f"{name!r} has external storage: its numbers are in other files")
-    if properties.get_nfilters():
-        raise ValueError(f"{name!r} is compressed or filtered, which fitkit never writes")
-    if properties.get_layout() != h5d.CONTIGUOUS:
-        raise ValueError(f"{name!r} isn't stored in one piece")
-    # equal() refuses strings, references, compounds and enumerations as well as odd floats.
-    if not dataset.get_type().equal(h5t.py_create(dtype)):
-        raise ValueError(f"{name!r} isn't of type {dtype.name}, as its document says")
-    space = dataset.get_space()
-    if space.get_simple_extent_type() not in (h5s.SCALAR, h5s.SIMPLE):
-        raise ValueError(f"{name!r} has no shape")
-    found = tuple(space.shape)
-    if shape is None and len(found) != 1:
-        raise ValueError(f"{name!r} has {len(found)} dimensions instead of one")
-    if shape is not None and found != shape:
-        raise ValueError(f"{name!r} has the shape {found}, and its document says {shape}")
-    size_bytes = math.prod(found) * dtype.itemsize
-    if size_bytes:
-        stored = dataset.get_storage_size()
-        if stored != size_bytes:
-            raise ValueError(
-                f"{name!r} declares {size_bytes} bytes and the file holds {stored} of it"
-            )
-        offset = dataset.get_offset()
-        if offset is None or offset + size_bytes > file_bytes:
-            raise ValueError(f"{name!r} declares {size_bytes} bytes, more than the file has")
-    return dataset
 
 
 # Parsed JSON takes some 20 times its size in memory: 16 MiB keep that below 500 MB, and hold the
@@ -382,16 +279,20 @@ def _check_plain_data(value: object, place: str) -> None:
         )
 
 
-def encode_document(document: dict[str, Any], tensors: list[torch.Tensor]) -> bytes:
-    """Write the document as JSON, with what `tensors` are.
+def encode_document(
+    content: dict[str, Any], tensors: list[torch.Tensor], offsets: list[int]
+) -> bytes:
+    """Write the document as JSON, with what `tensors` are and where each begins.
 
     Raises:
-        ConfigurationError: `document` isn't plain data, or is too large.
+        ConfigurationError: it is too large.
     """
-    check_plain_data(document, "document")
-    arrays = [describe_tensor(tensor) for tensor in tensors]
+    arrays = [
+        {**describe_tensor(tensor), "offset": offset}
+        for tensor, offset in zip(tensors, offsets, strict=True)
+    ]
     # Escaped to ASCII, so that a lone surrogate in a string can be written too.
-    whole = {"arrays": arrays, "content": document}
+    whole = {"arrays": arrays, "content": content}
     text = json.dumps(whole, separators=(",", ":")).encode("ascii")
     if len(text) > LARGEST_DOCUMENT:
         raise ConfigurationError(
@@ -402,11 +303,17 @@ def encode_document(document: dict[str, Any], tensors: list[torch.Tensor]) -> by
     return text
 
 
-def decode_document(text: bytes) -> tuple[dict[str, Any], list[Described]]:
-    """Return the document and what the arrays are.
+def decode_document(
+    text: bytes, size_bytes: int
+) -> tuple[dict[str, Any], list[Described], list[int]]:
+    """Return the content, what the arrays are, and where each begins.
+
+    Args:
+        size_bytes: that of the whole file, in which each array has to lie. Together they have to
+            be no larger.
 
     Raises:
-        ValueError: the document isn't one that `encode_document` could have made.
+        ValueError: no file of that size could have this document.
     """
     try:
         # Of bytes, json would take UTF-16 and UTF-32 too.
@@ -421,7 +328,14 @@ def decode_document(text: bytes) -> tuple[dict[str, Any], list[Described]]:
     if not isinstance(arrays, list):
         raise ValueError("its document doesn't describe the arrays")
     described = [read_description(item, f"array {index}") for index, item in enumerate(arrays)]
-    return parsed["content"], described
+    offsets = [item.get("offset") for item in arrays]
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in described]
+    if len(text) + sum(sizes) > size_bytes:
+        raise ValueError(f"its arrays declare {sum(sizes)} bytes, more than the file has")
+    for index, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        if type(offset) is not int or not 0 <= offset <= size_bytes - size:
+            raise ValueError(f"array {index} isn't in the file")
+    return parsed["content"], described, offsets
 
 
 def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from fitkit.checkpoint.arrays import (
 from fitkit.checkpoint.atomic import HeldInterrupts, replacing
 from fitkit.checkpoint.formats import FORMATS, OpenWeights, Weights, decode_extra, encode_extra
 from fitkit.checkpoint.frozen import Frozen
-from fitkit.checkpoint.header import damaged, digest_of, former, open_file, unreadable
+from fitkit.checkpoint.header import NO_DIGEST, damaged, digest_of, former, open_file, unreadable
 from fitkit.checkpoint.remote import downloaded, is_url
 from fitkit.errors import ConfigurationError
 
@@ -60,7 +60,6 @@ _VERSIONS = "fitkit.versions"
 _EXTRA = "fitkit.extra"
 _FROZEN = "fitkit.frozen"
 _DIGEST = "fitkit.xxh3-128"
-_NO_DIGEST = "0" * 32
 # What files have instead that were written before the first release.
 _FORMER_DIGESTS = ("fitkit.sums", "fitkit.sha256")
 
@@ -90,7 +89,7 @@ def write_tensors(path: str | os.PathLike[str], weights: Weights, texts: Mapping
     Returns:
         The file's digest.
     """
-    metadata = {"format": "pt", _VERSIONS: json.dumps(weights.versions), _DIGEST: _NO_DIGEST}
+    metadata = {"format": "pt", _VERSIONS: json.dumps(weights.versions), _DIGEST: NO_DIGEST}
     if weights.frozen.dtypes:
         metadata[_FROZEN] = json.dumps(weights.frozen.as_data())
     if weights.extra:
@@ -269,9 +268,9 @@ def _checked_digest(
     stated = metadata.get(_DIGEST, "")
     if not stated and any(key in metadata for key in _FORMER_DIGESTS):
         raise former(path)
-    blank = text.replace(stated.encode("ascii", "replace"), _NO_DIGEST.encode("ascii"), 1)
+    blank = text.replace(stated.encode("ascii", "replace"), NO_DIGEST.encode("ascii"), 1)
     before = len(text).to_bytes(8, "little") + blank
-    if len(stated) != len(_NO_DIGEST) or digest_of(file, len(before), before) != stated:
+    if len(stated) != len(NO_DIGEST) or digest_of(file, len(before), before) != stated:
         raise damaged(
             path,
             "its content doesn't match its digest, so it was changed (a program that writes "
@@ -294,7 +293,7 @@ def _extra(path: str, metadata: Mapping[str, str], tensors: Container[str]) -> d
 
     try:
         extra = decode_extra(json.loads(metadata.get(_EXTRA, "{}")), refuse)
-    except (ConfigurationError, ValueError, RecursionError):
+    except (ValueError, RecursionError):
         raise damaged(path, "its entries that aren't tensors can't be read") from None
     if any(name in tensors for name in extra):
         raise damaged(path, "one name stands for a tensor and for other data")

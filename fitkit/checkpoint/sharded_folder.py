@@ -517,8 +517,6 @@ class Folder:
 def _checked_whole(key: str, entry: object, chunks: list[Chunk]) -> Described:
     """The shape and dtype of a tensor; ValueError where its chunks aren't its whole."""
     shape, dtype = read_description(entry, repr(key))
-    if math.prod(size or 1 for size in shape) >= 1 << 63:
-        raise ValueError(f"{key!r} has an impossible shape in its document")
     alike = all(chunk.dtype == dtype and len(chunk.sizes) == len(shape) for chunk in chunks)
     if not alike or not _make_up(shape, chunks):
         raise ValueError(f"the chunks of {key!r} don't make it up")

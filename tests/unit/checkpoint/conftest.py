@@ -1,11 +1,10 @@
 import json
 
-import h5py
 import numpy as np
 import pytest
 
 from fitkit.checkpoint import save_weights
-from fitkit.checkpoint.header import HEADER_SIZE, seal
+from fitkit.checkpoint.header import HEADER_SIZE, Span, seal
 from tests.nets import normed
 
 
@@ -41,22 +40,21 @@ def old(path):
 def craft(tmp_path):
     """Makes a file by hand, with a right digest whatever is in it.
 
-    `build(hdf5)` fills `/arrays` (which is there, empty) or anything else. The document describes
-    one float32 array of shape (2, 3) where nothing else is given.
+    The document describes one float32 array of shape (2, 3) where nothing else is given, and has
+    arrays begin after the header where it says nothing else.
     """
 
-    def make(build, arrays=None, content=None, document=None, **options):
+    def make(numbers=b"", arrays=None, content=None, document=None, place=None):
         path = tmp_path / "crafted.h5"
         if document is None:
             described = [{"dtype": "float32", "shape": [2, 3]}] if arrays is None else arrays
+            described = [{"offset": HEADER_SIZE, **item} for item in described]
             document = {"arrays": described, "content": content or {}}
         text = document if isinstance(document, bytes) else json.dumps(document).encode()
-        with h5py.File(path, "w", **{"userblock_size": HEADER_SIZE, **options}) as hdf5:
-            hdf5["document"] = np.frombuffer(text, np.uint8)
-            hdf5.create_group("arrays")
-            build(hdf5)
+        begin = np.asarray(numbers).tobytes()
+        path.write_bytes(bytes(HEADER_SIZE) + begin + text)
         with open(path, "r+b") as file:
-            seal(file)
+            seal(file, place or Span(HEADER_SIZE + len(begin), len(text)))
         return path
 
     return make

@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import sys
 import time
 
 import h5py
@@ -127,15 +128,20 @@ def test_the_same_content_gives_the_same_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("count", [1000, 1_060_000], ids=["small", "of many blocks"])
-def test_the_header_states_the_length_and_the_xxh3_of_all_that_follows(path, count):
+def test_the_header_states_the_size_the_documents_place_and_the_xxh3_of_the_file(path, count):
     write_container(path, {"x": 1}, [torch.randn(count, dtype=torch.float64), torch.ones(7)])
     content = path.read_bytes()
-    digest = xxhash.xxh3_128_hexdigest(content[512:])
     lines = content[:512].split(b"\n")
+    stated = lines[3].removeprefix(b"xxh3-128 ")
+    digest = xxhash.xxh3_128_hexdigest(content.replace(stated, b"0" * 32, 1))
     assert lines[0] == b"fitkit file 1"
-    assert lines[1] == b"body %020d" % (len(content) - 512)
-    assert lines[2] == b"xxh3-128 " + digest.encode()
-    assert lines[3] == bytes(512 - sum(len(line) + 1 for line in lines[:3]))
+    assert lines[1] == b"size %020d" % len(content)
+    assert stated == digest.encode()
+    assert lines[4] == bytes(512 - sum(len(line) + 1 for line in lines[:4]))
+    begin, length = map(int, lines[2].removeprefix(b"document ").split())
+    document = json.loads(content[begin : begin + length])
+    assert document["content"] == {"x": 1}
+    assert np.frombuffer(content, "<f4", 7, document["arrays"][1]["offset"]).tolist() == [1.0] * 7
     with read_container(path) as reader:
         assert reader.digest == digest
 
@@ -169,12 +175,13 @@ def test_a_disk_that_fails_amid_an_array_is_one_clear_error(path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("version", "line"),
-    [(1, "sha256"), (2, "blocks-sha256"), (3, "blocks-sums")],
+    [(1, "sha256"), (2, "blocks-sha256"), (3, "blocks-sums"), (None, "xxh3-128")],
 )
 def test_a_file_of_before_the_first_release_is_refused_by_name(path, version, line):
     write_container(path, {"x": 1}, [torch.arange(4)])
     body = path.read_bytes()[512:]
-    header = f"fitkit container {version}\nbody {len(body):020d}\n{line} {'0' * 64}\n"
+    magic = f"container {version}" if version else "file 1"
+    header = f"fitkit {magic}\nbody {len(body):020d}\n{line} {'0' * 64}\n"
     path.write_bytes(header.encode().ljust(512, b"\0") + body)
     reason = "made by a version of fitkit before 0.1. Save it again"
     with pytest.raises(CheckpointError, match=reason):
@@ -212,11 +219,20 @@ def test_plain_h5py_can_read_the_arrays(path):
         assert set(hdf5) == {"arrays", "document"}
         document = json.loads(hdf5["document"][()].tobytes())
         assert document["content"] == {"x": 1}
-        assert document["arrays"][1] == {"dtype": "bfloat16", "shape": [2]}
+        offset = hdf5["arrays/1"].id.get_offset()
+        assert document["arrays"][1] == {"dtype": "bfloat16", "shape": [2], "offset": offset}
         assert hdf5["arrays/0"][()].tolist() == [[0, 1, 2], [3, 4, 5]]
         assert hdf5["arrays/1"][()].tolist() == [0x3F80, 0x3F80]
         assert hdf5["arrays/0"].chunks is None
         assert hdf5["arrays/0"].compression is None
+
+
+def test_a_reader_needs_no_libhdf5(path, monkeypatch):
+    write_container(path, {"x": 1}, [torch.arange(3)])
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    with read_container(path) as reader:
+        assert reader.document == {"x": 1}
+        assert reader.read(0).tolist() == [0, 1, 2]
 
 
 def test_an_array_is_described_without_being_read(path):

@@ -74,6 +74,7 @@ PLAIN = {
     "sets": [set(), {1, "a", None, (1, 2)}, {b"x"}],
     "keys": {1: "int", "1": "text", 1.5: 0, None: 0, (1, ("a", 2.0)): 0, b"b": 0, -(2**70): 0},
     "booleans as keys": {True: 1, False: 0},
+    "many tuples as keys": Counter((index, index + 1) for index in range(20_000)),
     "one key that names a kind": {"tuple": [1]},
     "dicts": [{}, {"dict": {}}, {"items": [[1, 2]]}, {"": {"a.b/c": 1}}],
     "counters": [Counter("aab"), Counter({3: 1, 5: -2}), Counter()],
@@ -292,9 +293,8 @@ def nested(levels):
         (torch.eye(2).to_sparse(), r"state\['a'\]\[0\]\['x'\]: A tensor can't .*to_dense"),
         (torch.empty(2, device="meta"), "on the meta device"),
         (nested(200), "is nested more than 100 deep"),
-        ({(index,): 0 for index in range(10_001)}, "10001 tuples or very large numbers as keys"),
     ],
-    ids=range(16),
+    ids=range(15),
 )
 def test_what_no_file_can_hold_is_refused_with_its_place(path, value, reason):
     with pytest.raises(ConfigurationError, match=f"(?s){reason}"):
@@ -355,7 +355,6 @@ HOSTILE = [
     {"scalar": 0},
     {"scalar": None},
     {"scalar": ["<f4", "AAAAAA=="]},
-    {"items": [[{"tuple": [index]}, 0] for index in range(10_001)]},
 ]
 
 
@@ -364,7 +363,7 @@ HOSTILE = [
 @pytest.mark.filterwarnings("error")
 def test_a_state_that_fitkit_never_writes_is_refused(craft, part):
     path = craft(
-        lambda hdf5: hdf5["arrays"].create_dataset("0", data=np.zeros((2, 3), "f4")),
+        np.zeros((2, 3), "f4"),
         content={"kind": "checkpoint", "state": {"dict": {"a": part}}},
     )
     with pytest.raises(CheckpointError, match="is refused"):
@@ -373,14 +372,14 @@ def test_a_state_that_fitkit_never_writes_is_refused(craft, part):
 
 @pytest.mark.parametrize("state", [None, 1, [], {"tuple": []}, {"items": [[1, 2]], "x": 1}])
 def test_a_state_that_is_no_dict_is_refused(craft, state):
-    path = craft(lambda hdf5: None, arrays=[], content={"kind": "checkpoint", "state": state})
+    path = craft(arrays=[], content={"kind": "checkpoint", "state": state})
     with pytest.raises(CheckpointError, match="is refused"):
         read(path)
 
 
 def test_a_state_nested_too_deeply_is_refused(craft):
     state = {"dict": {"a": nested(150)}}
-    path = craft(lambda hdf5: None, arrays=[], content={"kind": "checkpoint", "state": state})
+    path = craft(arrays=[], content={"kind": "checkpoint", "state": state})
     with pytest.raises(CheckpointError, match="nested more than 100 deep"):
         read(path)
 
@@ -393,7 +392,7 @@ def test_an_array_of_foreign_byte_order_comes_back_in_the_machines_own(path):
 
 def test_an_array_of_a_dtype_that_numpy_lacks_is_refused(craft):
     path = craft(
-        lambda hdf5: hdf5["arrays"].create_dataset("0", data=np.zeros((2, 3), "u2")),
+        np.zeros((2, 3), "u2"),
         arrays=[{"dtype": "bfloat16", "shape": [2, 3]}],
         content={"kind": "checkpoint", "state": {"dict": {"a": {"array": 0}}}},
     )
