@@ -196,4 +196,7 @@ DevicesArgument: TypeAlias = int | str | Sequence[int]
 NamedPrecision: TypeAlias = PrecisionName | Name | Literal[16, 32, 64]
 """A precision by name, or by its bits."""
 
+CompilerOptions: TypeAlias = dict[str, Any]
+"""The keyword arguments of `torch.compile`."""
+
 Verbose: TypeAlias = int | Literal["auto"]

@@ -422,7 +422,7 @@ class GradientAccumulationScheduler(Callback):
         return begun[-1] if begun else None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        if self.model._fitkit.compilation.effective_batch_size is not None:
+        if self.model._fitkit.compilation.given.effective_batch_size is not None:
             raise ConfigurationError(
                 "GradientAccumulationScheduler sets how many batches make an update, and so does "
                 "compile(effective_batch_size=…). Leave one of them out."

@@ -52,10 +52,10 @@ def differences(model: Module, path: str, compiled: object, training: dict[str, 
         training: what `training_state` gave then.
     """
     given = model._fitkit.compilation.given
-    if not model._fitkit.compilation.names_optimizer and given["loss"] is None:
+    if not model._fitkit.compilation.names_optimizer and given.loss is None:
         return ""
     kept = _kept_options(model._fitkit.fit_state.optimizers, training)
-    anew = _other_arguments(given, compiled)
+    anew = _other_arguments(given.as_dict(), compiled)
     if not kept and not anew:
         return ""
     parts = [f"the file's {', '.join(kept)}"] if kept else []
@@ -81,7 +81,7 @@ def _kept_options(optimizers: list[Optimizer], training: dict[str, Any]) -> list
     return found
 
 
-def _other_arguments(given: dict[str, Any], compiled: object) -> list[str]:
+def _other_arguments(given: dict[str, object], compiled: object) -> list[str]:
     """The arguments that overrule the file, where both are known."""
     named = compiled.get("named") if isinstance(compiled, dict) else None
     if not isinstance(named, dict):

@@ -342,7 +342,7 @@ def suggestions(model: Module, verb: str, batch_size: int | None, held: int) -> 
         yield "batches of half as many samples"
     elif batch_size > 1:
         smaller = f"batch_size={-(-batch_size // 2)}"
-        steps = 2 * compilation.accumulate_grad_batches
+        steps = 2 * compilation.given.accumulate_grad_batches
         yield f"{smaller} with accumulate_grad_batches={steps}" if learns else smaller
     if strategy.precision.name == "32-true" and strategy.device.type != "cpu":
         yield "precision='bf16-mixed', with which activations take about half"

@@ -15,6 +15,7 @@ from fitkit.callbacks import Callback, CallbackList, DeviceStatsMonitor, History
 from fitkit.callbacks.base import SHORT_NAMES, overrides, report_error
 from fitkit.callbacks.monitor import why_none
 from fitkit.callbacks.progress import with_built_in
+from fitkit.compilation import Compilation
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import NoRows, Source, Stream, in_groups
 from fitkit.distributed.collectives import Collectives
@@ -38,7 +39,7 @@ from fitkit.training.resume import (
     give_states,
     progress_of,
 )
-from fitkit.training.settings import Compilation, FitArguments
+from fitkit.training.settings import FitArguments
 from fitkit.training.snapshot import contents, weights_of
 from fitkit.training.step import CompiledStep
 from fitkit.training.surroundings import rank_source, surroundings
@@ -99,7 +100,7 @@ class Fit:
         self.collectives.broadcast_tensors([*compilation.loss_parameters()])
         self.source: Source = rank_source(model, arguments.source, training=True)
         if isinstance(self.source.whole, ArraySource):
-            self.source.whole.ahead = compilation.steps_per_execution
+            self.source.whole.ahead = compilation.given.steps_per_execution
         self.held_out: Source | None = None
         if arguments.held_out is not None:
             self.held_out = rank_source(
@@ -116,10 +117,10 @@ class Fit:
         self.batch: Any = None  # of the last step, as the source gave it; None between epochs
         self.logs: dict[str, Any] | None = None  # of the last epoch, until the next one begins
         self.noted_before: list[dict[str, Any]] = []  # by all ranks, in these steps
-        self.accumulate: int = arguments.accumulate or compilation.accumulate_grad_batches
+        self.accumulate: int = arguments.accumulate or compilation.given.accumulate_grad_batches
         # The batches between two calls of the batch hooks.
         self.group_size: int = arguments.callback_list.batches_between_hooks(
-            compilation.steps_per_execution
+            compilation.given.steps_per_execution
         )
         self.validated: dict[str, Any] | None = None  # see Progress.validated
         self.seen_values: dict[str, Any] = {}
@@ -213,7 +214,7 @@ class Fit:
 
     def built_in_callbacks(self) -> list[Callback]:
         """Return the history, preceded by the device monitor if `compile` asked for one."""
-        measured = self.compilation.log_gpu_memory
+        measured = self.compilation.given.log_gpu_memory
         watch = [] if measured is None else [DeviceStatsMonitor(log_gpu_memory=measured)]
         return [*watch, self.history]
 
@@ -240,13 +241,13 @@ class Fit:
     @contextlib.contextmanager
     def batch_norms_synchronized(self) -> Iterator[None]:
         """Compute batch normalisation over all ranks' batches, if `compile` asked for it."""
-        if self.compilation.sync_batchnorm and self.strategy.replicas > 1:
+        if self.compilation.given.sync_batchnorm and self.strategy.replicas > 1:
             raise ConfigurationError(
                 f"sync_batchnorm=True doesn't work with strategy={self.strategy.name!r}, which "
                 f"has {self.strategy.replicas} replicas in one process. Write strategy='ddp', "
                 "which has a process for each device."
             )
-        if not self.compilation.sync_batchnorm or self.collectives.world_size == 1:
+        if not self.compilation.given.sync_batchnorm or self.collectives.world_size == 1:
             yield
             return
         with synchronized(self.model) as self.step.synchronization:

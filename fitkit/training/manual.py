@@ -15,7 +15,6 @@ from fitkit.modes import weights_cast_anew
 from fitkit.module import Module
 from fitkit.training.optimizing import FitState
 from fitkit.training.own_step import Step
-from fitkit.training.settings import DEFAULTS
 
 
 def nothing_if(loss: torch.Tensor, count: float | torch.Tensor) -> torch.Tensor:
@@ -140,15 +139,16 @@ def check_manual(model: Module) -> None:
             "training_step runs once for each part of a batch, and each would make an update. "
             "Write strategy='ddp', or let fit make the updates."
         )
-    for name in (
-        "gradient_clip_val",
-        "accumulate_grad_batches",
-        "effective_batch_size",
-        "warmup_epochs",
+    given = compilation.given
+    for name, value, default in (
+        ("gradient_clip_val", given.gradient_clip_val, None),
+        ("accumulate_grad_batches", given.accumulate_grad_batches, 1),
+        ("effective_batch_size", given.effective_batch_size, None),
+        ("warmup_epochs", given.warmup_epochs, 0),
     ):
-        if compilation.given[name] not in (None, 0, DEFAULTS[name]):
+        if value not in (None, default):
             raise ConfigurationError(
-                f"{name}={compilation.given[name]!r} has no effect with automatic_optimization = "
+                f"{name}={value!r} has no effect with automatic_optimization = "
                 "False, because training_step makes the updates. Do it there, and leave out "
                 f"{name}."
             )

@@ -294,7 +294,7 @@ def _can_be_kept(model: Module, stage: str, step: Any) -> bool:
         and strategy.world.size == 1
         and strategy.replicas == 1
         and not strategy.has_engine
-        and compilation.memory_format is None
+        and compilation.given.memory_format is None
         and compilation.loss.own is None
         and not (stage == "training" and state.scalings)
     )
@@ -328,8 +328,8 @@ def _needs_little(model: Module, kept: KeptStep, count: int) -> bool:
         and not (model._forward_hooks or model._forward_pre_hooks)
         and not (model._backward_hooks or model._backward_pre_hooks or _has_any_global_hook())
         and compilation.strategy.precision.is_plain
-        and compilation.jit_compile is False
-        and not any(compilation.given[name] is not None for name in FLAGS)
+        and compilation.given.jit_compile is False
+        and not any(getattr(compilation.given, name) is not None for name in FLAGS)
         and not compilation.loss_modules
         and not any(map(is_schedule_free, state.optimizers))
     )

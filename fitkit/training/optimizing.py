@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fitkit.arguments import check_choice, check_count, check_flag, describe
 from fitkit.callbacks.base import Run
+from fitkit.compilation import Compilation
 from fitkit.distributed.precision import Scaling, scaled_steps
 from fitkit.distributed.spread.in_place import as_parts
 from fitkit.distributed.strategies import Strategy
@@ -33,7 +34,6 @@ from fitkit.schedulers import SchedulerChoice, Span, check_step, check_watched, 
 from fitkit.training.check_state import check_scheduler_state
 from fitkit.training.rates import LENGTHS, SCALINGS, PlannedScheduler
 from fitkit.training.resume import Progress
-from fitkit.training.settings import Compilation
 
 SHAPES = (
     "configure_optimizers returns an optimizer, a list of optimizers, two lists (optimizers, "
@@ -266,8 +266,12 @@ class FitState:
         """Use the result of the model's own `configure_optimizers`."""
         compilation = model._fitkit.compilation
         check_trainable(list(model.parameters()))
-        for name in ("learning_rate", "lr_scheduler"):
-            if compilation.given[name] is not None:
+        given = compilation.given
+        for name, value in (
+            ("learning_rate", given.learning_rate),
+            ("lr_scheduler", given.lr_scheduler),
+        ):
+            if value is not None:
                 raise ConfigurationError(
                     f"compile was given {name}, but {type(model).__name__} makes its optimizers "
                     "in configure_optimizers. Set it there, or give compile the optimizer too."

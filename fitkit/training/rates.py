@@ -184,9 +184,9 @@ class Rates:
         self._arguments = arguments
         self._step = step
         self._data_ranks: Collectives = compilation.strategy.data_ranks
-        factor = state.scale_rates(compilation.scale_lr, self._data_ranks.world_size)
+        factor = state.scale_rates(compilation.given.scale_lr, self._data_ranks.world_size)
         resumed = arguments.resumed
-        length = _warm_up_length(compilation.warmup_epochs, updates)
+        length = _warm_up_length(compilation.given.warmup_epochs, updates)
         done = arguments.initial_epoch * (updates or 0) + before
         if resumed is not None and resumed.warm_up is not None:
             done = round(resumed.warm_up["done"] * resumed.shares / self._data_ranks.world_size)

@@ -104,7 +104,7 @@ def contents(
     progress = model._fitkit.fit_state.progress if run is None else progress_of(run)
     state = {
         "compiled": named_arguments(model),
-        "settings": plain_settings(model._fitkit.compilation.given),
+        "settings": plain_settings(model._fitkit.compilation.given.as_dict()),
         "progress": None if progress is None else progress.as_dict(),
     }
     with model._fitkit.fit_state.evaluated() as train_weights:
@@ -455,7 +455,7 @@ def named_arguments(model: Module) -> dict[str, Any]:
 
     Optimizer instances of classes with names are described by name, arguments and groups.
     """
-    given, names = model._fitkit.compilation.given, _names_of(model)
+    given, names = model._fitkit.compilation.given.as_dict(), _names_of(model)
     plain: dict[str, Any] = {"named": {}, "objects": []}
     for name in NAMED:
         value = given[name]

@@ -81,7 +81,7 @@ def updates_for(
     if len(optimizers) > 1 and not several and model.automatic_optimization:
         optimizers = [OptimizerList(optimizers)]
     scalings = state.scalings_for(strategy, len(optimizers) if model.automatic_optimization else 1)
-    state.accumulate = accumulate or model._fitkit.compilation.accumulate_grad_batches
+    state.accumulate = accumulate or model._fitkit.compilation.given.accumulate_grad_batches
     updates = [
         Update(
             model,
@@ -221,8 +221,8 @@ class Update:
         self.backward: Callable[..., None] = engine.backward
         if scaling is not None:
             self.backward = partial(scaling.backward, through=self.backward)
-        self._clip_value = compilation.gradient_clip_val
-        self._clip_algorithm = compilation.gradient_clip_algorithm
+        self._clip_value = compilation.given.gradient_clip_val
+        self._clip_algorithm = compilation.given.gradient_clip_algorithm
         # A compiled step has no wrapper that averages gradients within the backward pass. It has a
         # list then, of the buffers that ranks share, which may be empty.
         self._buffers = step.wrapped.shared_buffers
@@ -251,7 +251,7 @@ class Update:
                 optimizer,
                 strategy,
                 scales=scaling is not None,
-                jit_compile=compilation.jit_compile,
+                jit_compile=compilation.given.jit_compile,
             )
         if self._takes_closure and scaling is not None:
             raise ConfigurationError(CLOSURE.format(kind=type(optimizer).__name__))
@@ -266,7 +266,7 @@ class Update:
         describes, or the model's own `training_step`. On several ranks, the training loop must
         average the gradients.
         """
-        options, step = model._fitkit.compilation.jit_compile, self._step
+        options, step = model._fitkit.compilation.given.jit_compile, self._step
         alone = self._is_alone or self._buffers is not None
         if not alone or self._strategy.engine is not None or not step.wrapped.is_bare:
             return None
