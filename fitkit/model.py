@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable, Collection, Mapping
@@ -29,7 +28,8 @@ from fitkit.compilation import (
 from fitkit.distributed.launchers import InlineLauncher, Launcher
 from fitkit.distributed.precision import Precision
 from fitkit.distributed.strategies import Strategy
-from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.errors import ArgumentTypeError
+from fitkit.fit_state import FitState
 from fitkit.hooks import STAGES, check_callbacks, check_steps, overridden
 from fitkit.losses.class_weights import ClassWeights
 from fitkit.model_names import GivesWay, NotHere, check_attribute, check_definitions, public_names
@@ -38,14 +38,13 @@ from fitkit.module import Module
 from fitkit.optimizers import with_rate
 from fitkit.pickling import in_main_memory
 from fitkit.pictures.html import Results
-from fitkit.samples import Doubts
+from fitkit.progress import Progress
+from fitkit.record import Record, StepContexts
 from fitkit.training.evaluate import run_evaluate, run_predict
 from fitkit.training.fit import run_fit
 from fitkit.training.jit.net import compile_net
 from fitkit.training.on_batch import KeptSteps, evaluate_batch, fit_batch, predict_batch
-from fitkit.training.optimizing import FitState
-from fitkit.training.own_step import StepContexts
-from fitkit.training.resume import Progress, check_data, checkpoint_to_resume
+from fitkit.training.resume import check_data, checkpoint_to_resume
 from fitkit.training.settings import EvaluateArguments, FitArguments
 from fitkit.training.snapshot import load, restored_model, save, save_weights
 from fitkit.training.step import caller_of
@@ -72,65 +71,6 @@ from fitkit.typing import (
 )
 
 Arguments = TypeVar("Arguments", FitArguments, EvaluateArguments)
-
-
-@dataclasses.dataclass
-class Record:
-    """All that fitkit itself keeps on a model, under one name: every other name is the user's.
-
-    Attributes:
-        compilation: the arguments of `compile`, and what they resolved to.
-        fit_state: optimizers, schedulers and counters, kept over several calls of `fit`.
-        contexts: the calls that run on the model now, by thread.
-        batch_size: the batch size of the last `fit`; None before.
-        kept_steps: the steps that `train_on_batch` and its siblings have built.
-        log_names: the names of the values that the last pass returned; None before.
-        hidden_names: names logged with `prog_bar=False`, which the progress bar leaves out.
-        jit_update: the training steps that `jit_compile` has compiled; None before.
-        jit_passes: the compiled steps of evaluation and prediction.
-        needs_gradients: whether the net was seen to compute gradients in its forward.
-        uncompiled: why `jit_compile` computes the net as written; None while it doesn't.
-        doubts: say once that batches' entries disagree on their samples.
-    """
-
-    compilation: Compilation
-    fit_state: FitState
-    contexts: StepContexts
-    kept_steps: KeptSteps = dataclasses.field(default_factory=KeptSteps)
-    batch_size: int | None = None
-    log_names: list[str] | None = None
-    hidden_names: set[str] = dataclasses.field(default_factory=set)
-    jit_update: Any = None
-    jit_passes: dict[str, Any] = dataclasses.field(default_factory=dict)
-    needs_gradients: bool = False
-    uncompiled: str | None = None
-    doubts: Doubts = dataclasses.field(default_factory=Doubts)
-
-    def __copy__(self) -> Record:
-        """A record for another model of the same net, which uses the same optimizers."""
-        return Record(
-            copy.copy(self.compilation),
-            copy.copy(self.fit_state),
-            StepContexts(),
-            batch_size=self.batch_size,
-            log_names=self.log_names,
-            hidden_names=set(self.hidden_names),
-        )
-
-    def check_copy(self) -> None:
-        """Refuse to copy a model whose weights, or optimizer's state, the ranks hold in parts.
-
-        Raises:
-            ConfigurationError: with what to write instead.
-        """
-        strategy = vars(self.compilation).get("strategy")
-        if strategy is not None and strategy.engine is not None and strategy.engine.in_place:
-            raise ConfigurationError(
-                f"A model can't be copied or pickled while fit trains it under strategy="
-                f"{strategy.name!r}: each rank has a part of it. Copy it after fit, or write "
-                "model.save(path) on every rank.",
-                code="FK070",
-            )
 
 
 class Model(Module):
@@ -163,12 +103,11 @@ class Model(Module):
         ArgumentTypeError: `net` isn't a `torch.nn.Module`.
     """
 
-    _fitkit: Record
     history: History | None
 
     def __init__(self, net: nn.Module | None = None) -> None:
         super().__init__()
-        self._fitkit = Record(Compilation.default(), FitState(), StepContexts())
+        self._fitkit = Record(Compilation.default(), FitState(), StepContexts(), KeptSteps())
         if isinstance(net, type) and issubclass(net, nn.Module):
             raise ArgumentTypeError(
                 f"net is the class {net.__name__}, not a network. Write {net.__name__}(…)."
@@ -867,7 +806,7 @@ class Model(Module):
             >>> model.optimizer.param_groups[0]["lr"]
             0.01
         """
-        return with_rate(self._fitkit.fit_state.optimizers_for(self)[0])
+        return with_rate(self._made_optimizers()[0])
 
     @property
     def metrics_names(self) -> list[str]:

@@ -125,6 +125,12 @@ Arrays: TypeAlias = Array | tuple[Any, ...] | list[Any] | Mapping[Any, Any]
 Data: TypeAlias = DataLoader[Any] | Dataset[Any] | Arrays | Iterable[Any]
 """Arrays, data that torch reads, or an iterable of batches."""
 
+Batch: TypeAlias = Any
+"""A batch as the data gave it: whatever the user's collate function returns."""
+
+Outputs: TypeAlias = Any
+"""What a net or a step of the user's returns: a tensor, or any structure of them."""
+
 if TYPE_CHECKING:
     # Arrays, for completion. A net may return a tuple or dict, so nothing is an error.
     class NumpyOutput(np.ndarray[Any, Any], Any):

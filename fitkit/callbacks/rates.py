@@ -19,7 +19,7 @@ from fitkit.optimizers import put_rate
 
 def optimizers_of(model: Module) -> list[Optimizer]:
     """The model's optimizers, in order."""
-    return list(model._fitkit.fit_state.optimizers_for(model))
+    return list(model._made_optimizers())
 
 
 def groups_of(model: Module) -> Iterator[dict[str, Any]]:

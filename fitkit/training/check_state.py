@@ -18,8 +18,8 @@ from fitkit.errors import CheckpointError, FitkitError, with_code
 from fitkit.losses.names import LOSSES
 from fitkit.module import REDUCTIONS, LogOptions, Module
 from fitkit.optimizers import HOW
+from fitkit.progress import Progress
 from fitkit.random_states import check_random_state
-from fitkit.training.resume import Progress
 
 _AS_NOW = (
     "loss", "loss_weights", "lr_scheduler", "accumulate_grad_batches", "gradient_clip_val",

@@ -24,20 +24,21 @@ from fitkit.distributed.sync_batchnorm import synchronized
 from fitkit.errors import ConfigurationError, warn
 from fitkit.modes import kept_in_evaluation, modes_restored, to_training
 from fitkit.module import Module
+from fitkit.optimizers import warn_of_flags
+from fitkit.progress import Progress
 from fitkit.random_states import random_state, set_random_state
 from fitkit.schedulers import VALIDATION_NAME
 from fitkit.training import unsaved
 from fitkit.training.evaluate import evaluate_source, users_look
 from fitkit.training.log import LazyLogs, reduced, warn_of_empty
-from fitkit.training.optimizing import warn_of_flags
 from fitkit.training.own_step import Step, StepContext, running, step_for
 from fitkit.training.rates import Rates
 from fitkit.training.resume import (
-    Progress,
     continue_from,
     epoch_continued,
     give_states,
     progress_of,
+    restore_history,
 )
 from fitkit.training.settings import FitArguments
 from fitkit.training.snapshot import contents, weights_of
@@ -141,8 +142,7 @@ class Fit:
         steps = self.stream.steps  # of an epoch; None if unknown
         updates = None if steps is None else -(-steps // self.accumulate)
         # Create the optimizers after the module is on its device.
-        state = model._fitkit.fit_state
-        self.optimizers: list[Optimizer] = state.optimizers_for(model)
+        self.optimizers: list[Optimizer] = model._made_optimizers()
         unsaved.note(model)
         warn_of_flags(model)
         self.strategy.engine = self.strategy.engine_for(model, self.optimizers)
@@ -189,7 +189,7 @@ class Fit:
             self.warn_of_doubts()
             self.in_evaluation = kept_in_evaluation(model._weights_module())
             if self.resumed is not None:  # after on_train_begin, which resets callbacks
-                self.resumed.restore_history(self.history)
+                restore_history(self.history, self.resumed)
                 give_states(arguments.callback_list.callbacks, self.resumed.callbacks)
             logs: dict[str, Any] = {n: values[-1] for n, values in self.history.history.items()}
             # A callback may have ended the training in the epoch of the checkpoint.

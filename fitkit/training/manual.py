@@ -9,11 +9,11 @@ import torch
 
 from fitkit.distributed.strategies import Engine, Strategy
 from fitkit.errors import ConfigurationError, warn
+from fitkit.fit_state import FitState
 from fitkit.hooks import overridden
 from fitkit.losses import Count
 from fitkit.modes import weights_cast_anew
 from fitkit.module import Module
-from fitkit.training.optimizing import FitState
 from fitkit.training.own_step import Step
 
 

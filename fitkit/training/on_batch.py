@@ -470,6 +470,7 @@ def fit_batch(
 ) -> dict[str, Any]:
     """Make one update on one batch in this process; return the loss and metrics before it."""
     state, steps = model._fitkit.fit_state, model._fitkit.kept_steps
+    assert type(steps) is KeptSteps
     kept = steps.take("training") if class_weights is None else None
     found = _fit_shortly(model, kept, arrays)
     if found is not None:
@@ -481,7 +482,7 @@ def fit_batch(
         with unchanged_on_error(model, modules):
             if kept is None:
                 place(model)
-                state.optimizers_for(model)  # their number decides which step is built
+                model._made_optimizers()  # their number decides which step is built
             trains = modules is not None and all(module.training for module in modules)
             if modules is None or not (trains and has_plain_modes(modules)):
                 to_training(model, kept_in_evaluation(model._weights_module()))
@@ -532,13 +533,16 @@ def _fit_shortly(
             raise_out_of_memory(error, model, "train_on_batch")
             raise
     model._fitkit.log_names = [*values]
-    model._fitkit.kept_steps.give(model, batch, kept)
+    steps = model._fitkit.kept_steps
+    assert type(steps) is KeptSteps
+    steps.give(model, batch, kept)
     return values
 
 
 def evaluate_batch(model: Module, arrays: tuple[Any, ...]) -> dict[str, Any]:
     """Compute one batch's loss and metrics in this process."""
     steps = model._fitkit.kept_steps
+    assert type(steps) is KeptSteps
     kept = steps.take("test")
     found = _evaluate_shortly(model, "test_on_batch", kept, arrays)
     if found is not None:
@@ -562,6 +566,7 @@ def evaluate_batch(model: Module, arrays: tuple[Any, ...]) -> dict[str, Any]:
 def predict_batch(model: Module, x: Any) -> Any:
     """Compute the net's outputs for one batch; return them as NumPy arrays."""
     steps, arrays = model._fitkit.kept_steps, (x, None, None)
+    assert type(steps) is KeptSteps
     kept = steps.take("predict")
     found = _evaluate_shortly(model, "predict_on_batch", kept, arrays)
     if found is not None:
@@ -601,7 +606,9 @@ def _evaluate_shortly(
         except Exception as error:
             raise_out_of_memory(error, model, verb)
             raise
-    model._fitkit.kept_steps.give(model, batch, kept)
+    steps = model._fitkit.kept_steps
+    assert type(steps) is KeptSteps
+    steps.give(model, batch, kept)
     return found
 
 

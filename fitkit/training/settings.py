@@ -26,7 +26,7 @@ from fitkit.data.sources import (
 )
 from fitkit.errors import ConfigurationError
 from fitkit.losses.class_weights import ClassWeights
-from fitkit.training.resume import Progress
+from fitkit.progress import Progress
 from fitkit.typing import Arrays, Data, Verbose
 
 Arguments = TypeVar("Arguments")

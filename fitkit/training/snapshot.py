@@ -18,6 +18,7 @@ from fitkit.callbacks import History
 from fitkit.errors import ArgumentTypeError, CheckpointError, FitkitError, warn
 from fitkit.module import Module
 from fitkit.optimizers import OPTIMIZERS, class_of, held_by, instances_in, load_state, put_rate
+from fitkit.progress import Progress
 from fitkit.training import unsaved
 from fitkit.training.check_state import (
     check_progress,
@@ -28,7 +29,8 @@ from fitkit.training.check_state import (
     plain_options,
     try_scheduler_state,
 )
-from fitkit.training.resume import Progress, progress_of
+from fitkit.training.rates import restore_schedulers
+from fitkit.training.resume import progress_of, restore_history
 from fitkit.trees import map_leaves
 
 NAMED = (
@@ -278,7 +280,7 @@ def load(
     model._fitkit.fit_state.progress = progress
     if progress is not None:
         model.history = History()
-        progress.restore_history(model.history)
+        restore_history(model.history, progress)
 
 
 def _assign(
@@ -358,7 +360,7 @@ def checked_training(
         return begin_anew
     undo = state.restorer()
     try:
-        optimizers = state.optimizers_for(model)
+        optimizers = model._made_optimizers()
         classes = [type(optimizer).__name__ for optimizer in optimizers]
         wanted = [entry["class"] for entry in stored]
         if classes != wanted:
@@ -391,7 +393,7 @@ def checked_training(
         if any(plan.follows_fit for plan in state.schedulers):
             state.schedulers = []  # each fit makes them
         elif state.schedulers:
-            state.restore_schedulers()
+            restore_schedulers(state)
         _restore_counters(state, training)
 
     return restore

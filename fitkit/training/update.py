@@ -23,6 +23,7 @@ from fitkit.data.batches import NoRows
 from fitkit.distributed.precision import CLOSURE, Scaling, match_state
 from fitkit.distributed.strategies import Engine, Strategy
 from fitkit.errors import ConfigurationError, warn
+from fitkit.fit_state import FitState
 from fitkit.hooks import overridden, step_arguments
 from fitkit.losses import Term
 from fitkit.module import Module
@@ -45,7 +46,6 @@ from fitkit.training.manual import (
     manual_backward,
     nothing_if,
 )
-from fitkit.training.optimizing import FitState, configures_its_own
 from fitkit.training.own_step import Step, StepContext
 from fitkit.training.rates import Rates
 from fitkit.training.second_order import backward_with_graph, explained_step, needs_graph
@@ -115,7 +115,7 @@ def ready_optimizers(model: Module) -> list[Optimizer]:
     """Return the model's optimizers, with states that match the parameters, ready for a step."""
     trainable = model._fitkit.compilation.trainable(model)
     check_trainable(trainable)
-    optimizers: list[Optimizer] = model._fitkit.fit_state.optimizers_for(model)
+    optimizers: list[Optimizer] = model._made_optimizers()
     is_named = _is_named(model)
     for optimizer in optimizers:
         if is_named:
@@ -129,7 +129,7 @@ def ready_optimizers(model: Module) -> list[Optimizer]:
 
 def _is_named(model: Module) -> bool:
     """Return whether fitkit made the optimizer from a name, and may choose its implementation."""
-    return model._fitkit.compilation.optimizer.is_name and not configures_its_own(model)
+    return model._fitkit.compilation.optimizer.is_name and not model._configures_optimizers
 
 
 class Upcoming:
@@ -278,9 +278,9 @@ class Update:
                 "gradients. PyTorch 2.13 compiles the whole step."
             )
             return None
-        if model._fitkit.jit_update is None:
-            model._fitkit.jit_update = JitUpdate(options)
-        found: JitUpdate = model._fitkit.jit_update
+        found = model._fitkit.jit_update
+        if not isinstance(found, JitUpdate):
+            found = model._fitkit.jit_update = JitUpdate(options)
         found.begin(
             model,
             step,

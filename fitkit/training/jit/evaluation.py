@@ -287,7 +287,8 @@ def jit_pass(
 
 def programs_of(model: Module, what: str) -> Programs:
     """Return the programs that a model keeps for passes of one kind."""
-    kept: dict[str, Programs] = model._fitkit.jit_passes
-    if kept.get(what) is None:  # a copy of a model has None here
-        kept[what] = Programs(model._fitkit.compilation.given.jit_compile, f"the {what}")
-    return kept[what]
+    kept = model._fitkit.jit_passes
+    found = kept.get(what)
+    if not isinstance(found, Programs):  # a copy of a model has None here
+        found = kept[what] = Programs(model._fitkit.compilation.given.jit_compile, f"the {what}")
+    return found
