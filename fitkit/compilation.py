@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
@@ -254,7 +254,7 @@ class Compilation:
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in vars(self).items() if name != "strategy"}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Compilation:
+    def __deepcopy__(self, memo: dict[int, object]) -> Compilation:
         made = memo[id(self)] = copy.copy(self)
         # It only describes, and may hold what can't be copied.
         memo[id(self.given.strategy)] = self.given.strategy

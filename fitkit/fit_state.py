@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -30,6 +30,7 @@ from fitkit.optimizers import (
 )
 from fitkit.progress import Progress
 from fitkit.schedulers import PlannedScheduler, check_step, check_watched, own_interval
+from fitkit.typing import Batch, PlainData, Values
 
 SHAPES = (
     "configure_optimizers returns an optimizer, a list of optimizers, two lists (optimizers, "
@@ -51,7 +52,7 @@ OwnOptimizers = tuple[list[Optimizer], list[PlannedScheduler], list[int] | None]
 """What `configure_optimizers` makes: optimizers, schedulers, and `FitState.frequencies`."""
 
 
-def read_optimizers(returned: Any) -> OwnOptimizers:
+def read_optimizers(returned: object) -> OwnOptimizers:
     """Parse what `configure_optimizers` returned.
 
     Raises:
@@ -80,26 +81,24 @@ def read_optimizers(returned: Any) -> OwnOptimizers:
     raise ArgumentTypeError(f"configure_optimizers returned {describe(returned)}. {SHAPES}.")
 
 
-def _of_two_lists(optimizers: Any, schedulers: Any) -> OwnOptimizers:
-    for optimizer in optimizers:
-        _check_optimizer(optimizer)
-    if not optimizers:
+def _of_two_lists(optimizers: Sequence[object], schedulers: Sequence[object]) -> OwnOptimizers:
+    checked = [_checked_optimizer(optimizer) for optimizer in optimizers]
+    if not checked:
         raise ConfigurationError(f"configure_optimizers returned no optimizer. {SHAPES}.")
-    planned = [_planned(given, list(optimizers), None) for given in schedulers]
-    return list(optimizers), planned, None
+    return checked, [_planned(given, checked, None) for given in schedulers], None
 
 
-def _of_dicts(dicts: list[Mapping[str, Any]]) -> OwnOptimizers:
+def _of_dicts(dicts: list[Mapping[str, object]]) -> OwnOptimizers:
     optimizers, schedulers, frequencies = [], [], []
-    for given in dicts:
+    for entry in dicts:
+        given: PlainData = dict(entry)
         unknown = set(given) - set(OPTIMIZER_KEYS)
         if unknown or "optimizer" not in given:
             raise ConfigurationError(
                 f"configure_optimizers returned a dict with the keys {list(given)}. It takes "
                 f"'optimizer', and optionally {', '.join(map(repr, OPTIMIZER_KEYS[1:]))}."
             )
-        _check_optimizer(given["optimizer"])
-        optimizers.append(given["optimizer"])
+        optimizers.append(_checked_optimizer(given["optimizer"]))
         if given.get("lr_scheduler") is not None:
             schedulers.append(
                 _planned(given["lr_scheduler"], optimizers[-1:], given.get("monitor"))
@@ -115,15 +114,16 @@ def _of_dicts(dicts: list[Mapping[str, Any]]) -> OwnOptimizers:
     return optimizers, schedulers, frequencies or None
 
 
-def _check_optimizer(optimizer: Any) -> None:
+def _checked_optimizer(optimizer: object) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise ArgumentTypeError(
             f"configure_optimizers returned {describe(optimizer)} as an optimizer. {SHAPES}."
         )
+    return optimizer
 
 
-def _planned(given: Any, optimizers: list[Optimizer], monitor: str | None) -> PlannedScheduler:
-    options: dict[str, Any] = {"scheduler": given}
+def _planned(given: object, optimizers: list[Optimizer], monitor: str | None) -> PlannedScheduler:
+    options: PlainData = {"scheduler": given}
     if isinstance(given, Mapping):
         unknown = set(given) - set(SCHEDULER_KEYS)
         if unknown or "scheduler" not in given:
@@ -171,7 +171,7 @@ def _planned(given: Any, optimizers: list[Optimizer], monitor: str | None) -> Pl
     return planned
 
 
-def _checked_name(name: Any) -> str | None:
+def _checked_name(name: object) -> str | None:
     if name is None or (isinstance(name, str) and name):
         return name
     raise ArgumentTypeError(f"An lr_scheduler's name={describe(name)} must be a string.")
@@ -194,8 +194,8 @@ class Run(Protocol):
     """
 
     steps_done: int
-    batch: Any
-    seen_values: dict[str, Any]
+    batch: Batch
+    seen_values: Values
     validated_names: set[str]
     doubts: list[str]
 
@@ -208,15 +208,15 @@ class Run(Protocol):
     @property
     def resumed(self) -> Progress | None: ...
 
-    def weights(self, *, spread: bool = False, trainable_only: bool = False) -> dict[str, Any]:
+    def weights(self, *, spread: bool = False, trainable_only: bool = False) -> PlainData:
         """Collect the weights for a checkpoint, on all ranks. `spread`: each rank its part."""
 
-    def as_validated(self) -> AbstractContextManager[Any]:
+    def as_validated(self) -> AbstractContextManager[object]:
         """Give the model the weights that its validations see, for a block. Collective."""
 
     def contents(
         self, *, spread: bool = False, trainable_only: bool = False
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    ) -> tuple[PlainData, PlainData]:
         """Collect the weights and all else for a checkpoint, as `weights` does."""
 
 
@@ -259,16 +259,16 @@ class FitState:
     grad_norms: list[torch.Tensor] | None = None
     frozen: list[torch.nn.Parameter] = dataclasses.field(default_factory=list)
     scalings: list[Scaling] = dataclasses.field(default_factory=list)
-    stored_scalings: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    stored_scalings: list[PlainData] = dataclasses.field(default_factory=list)
     run: Run | None = None
     progress: Progress | None = None
-    stored_schedulers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    stored_groups: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    stored_schedulers: list[PlainData] = dataclasses.field(default_factory=list)
+    stored_groups: list[PlainData] = dataclasses.field(default_factory=list)
     trains: bool = False
     stored_weights: list[list[torch.Tensor]] = dataclasses.field(default_factory=list)
     unsaved: dict[str, str] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> PlainData:
         """The state of a copy: everything but the run. Its lists are its own."""
         lists = {name: list(value) for name, value in vars(self).items() if type(value) is list}
         return {**vars(self), **lists, "run": None, "grad_norms": None}
@@ -334,7 +334,7 @@ class FitState:
         self.takes_turns = len(optimizers) > 1
 
     @property
-    def groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> list[PlainData]:
         """All optimizers' parameter groups, in their order."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
@@ -365,7 +365,7 @@ class FitState:
     def counting_steps(self) -> Iterator[None]:
         """Count the updates that other code makes within the block."""
 
-        def count(*arguments: Any) -> None:
+        def count(*arguments: object) -> None:
             self.updates += 1
 
         if self.scalings:
@@ -495,7 +495,7 @@ class FitState:
 
         return restore
 
-    def settings(self) -> list[dict[str, Any]]:
+    def settings(self) -> list[PlainData]:
         """The groups' settings. Rates in tensors change in place, so they are copied."""
         return [
             {
@@ -507,7 +507,7 @@ class FitState:
         ]
 
 
-def put_back(group: dict[str, Any], settings: dict[str, Any]) -> None:
+def put_back(group: PlainData, settings: PlainData) -> None:
     """Restore the settings of an optimizer's group. A tensor stays the same object."""
     for name, value in settings.items():
         current = group.get(name)

@@ -782,7 +782,8 @@ class Model(Module):
             >>> model.predict_on_batch(torch.ones(8, 4)).shape
             (8, 1)
         """
-        return predict_batch(self, x)
+        outputs: NumpyOutput = predict_batch(self, x)
+        return outputs
 
     # ------------------------------------------------------------------ what a run left
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from fitkit.errors import CheckpointError
+from fitkit.typing import PlainData
 
 
 @dataclasses.dataclass
@@ -36,30 +36,30 @@ class Progress:
     steps: int
     number: int
     batches: int
-    began: list[dict[str, Any] | None]
-    random: list[dict[str, Any]]
+    began: list[PlainData | None]
+    random: list[PlainData]
     seed: int | None
-    loader: dict[str, Any] | None
-    noted: list[dict[str, Any]]
-    history: dict[str, Any]
-    warm_up: dict[str, Any] | None
-    callbacks: list[dict[str, Any]]
-    data: dict[str, Any]
+    loader: PlainData | None
+    noted: list[PlainData]
+    history: PlainData
+    warm_up: PlainData | None
+    callbacks: list[PlainData]
+    data: PlainData
     shares: int
-    validated: dict[str, Any] | None
+    validated: PlainData | None
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> PlainData:
         """Plain data for a file."""
         return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any], path: str) -> Progress:
+    def from_dict(cls, data: PlainData, path: str) -> Progress:
         """Read what `as_dict` returned. Names that a later version has added are ignored.
 
         Raises:
             CheckpointError: something is missing. `check_progress` refuses invalid values.
         """
-        values: dict[str, Any] = {}
+        values: PlainData = {}
         for item in dataclasses.fields(cls):
             if item.name not in data:
                 raise CheckpointError(
@@ -69,7 +69,7 @@ class Progress:
             values[item.name] = data[item.name]
         return cls(**values)
 
-    def of_rank(self, rank: int, what: str) -> dict[str, Any] | None:
+    def of_rank(self, rank: int, what: str) -> PlainData | None:
         """A rank's entry of `began` or `random`. Rank 0's, if there were fewer ranks."""
-        states: list[dict[str, Any] | None] = getattr(self, what)
+        states: list[PlainData | None] = getattr(self, what)
         return states[rank] if rank < len(states) else None

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -16,7 +15,7 @@ from fitkit.compilation import Compilation
 from fitkit.errors import ConfigurationError
 from fitkit.fit_state import FitState
 from fitkit.samples import Doubts
-from fitkit.typing import Batch, Outputs
+from fitkit.typing import AnyCallable, Batch, Outputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +52,10 @@ class Context(Protocol):
         backward: computes a loss's gradients and averages them over the ranks; training only.
     """
 
-    backward: Callable[..., None] | None
+    @property
+    def backward(self) -> AnyCallable | None: ...
 
-    def moved(self, own: Callable[..., Batch], batch: Batch, device: torch.device) -> Batch:
+    def moved(self, own: AnyCallable, batch: Batch, device: torch.device) -> Batch:
         """A batch moved by a model's own hook."""
 
     def transferred(self, batch: Batch) -> Batch:

@@ -125,11 +125,20 @@ Arrays: TypeAlias = Array | tuple[Any, ...] | list[Any] | Mapping[Any, Any]
 Data: TypeAlias = DataLoader[Any] | Dataset[Any] | Arrays | Iterable[Any]
 """Arrays, data that torch reads, or an iterable of batches."""
 
-Batch: TypeAlias = Any
+AnyCallable: TypeAlias = Callable[..., object]
+"""A function whose arguments its caller knows, such as a hook of the user's."""
+
+Batch: TypeAlias = object
 """A batch as the data gave it: whatever the user's collate function returns."""
 
-Outputs: TypeAlias = Any
+Outputs: TypeAlias = object
 """What a net or a step of the user's returns: a tensor, or any structure of them."""
+
+Values: TypeAlias = dict[str, Any]
+"""What was computed, by name: numbers, or a metric's arrays."""
+
+PlainData: TypeAlias = dict[str, Any]
+"""What a file can hold, by name: numbers, words, tensors, and lists and dicts of them."""
 
 if TYPE_CHECKING:
     # Arrays, for completion. A net may return a tuple or dict, so nothing is an error.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -45,6 +44,7 @@ from fitkit.training.snapshot import contents, weights_of
 from fitkit.training.step import CompiledStep
 from fitkit.training.surroundings import rank_source, surroundings
 from fitkit.training.update import updates_for
+from fitkit.typing import Batch, PlainData, Values
 
 BATCH_HOOKS = (*SHORT_NAMES, *SHORT_NAMES.values())
 """Hooks in which a callback can stop an epoch."""
@@ -115,16 +115,16 @@ class Fit:
         self.epoch: int = arguments.initial_epoch
         self.steps_done: int = 0
         self.steps_before: int = 0  # in the epoch before it was interrupted
-        self.batch: Any = None  # of the last step, as the source gave it; None between epochs
-        self.logs: dict[str, Any] | None = None  # of the last epoch, until the next one begins
-        self.noted_before: list[dict[str, Any]] = []  # by all ranks, in these steps
+        self.batch: Batch = None  # of the last step, as the source gave it; None between epochs
+        self.logs: Values | None = None  # of the last epoch, until the next one begins
+        self.noted_before: list[PlainData] = []  # by all ranks, in these steps
         self.accumulate: int = arguments.accumulate or compilation.given.accumulate_grad_batches
         # The batches between two calls of the batch hooks.
         self.group_size: int = arguments.callback_list.batches_between_hooks(
             compilation.given.steps_per_execution
         )
-        self.validated: dict[str, Any] | None = None  # see Progress.validated
-        self.seen_values: dict[str, Any] = {}
+        self.validated: PlainData | None = None  # see Progress.validated
+        self.seen_values: Values = {}
         self.validated_names: set[str] = set()
         self.doubts: list[str] = []
         self.resumed: Progress | None = arguments.resumed
@@ -169,7 +169,7 @@ class Fit:
             rates=self.rates,
             joins_steps=self.group_size > 1,
         )
-        self.requires_grad: list[Any] = [p.requires_grad for p in compilation.trainable(model)]
+        self.requires_grad: list[bool] = [p.requires_grad for p in compilation.trainable(model)]
         self.validation: tuple[StepContext, Step] | None = None
         self.in_evaluation: list[torch.nn.Module] = []  # submodules that stay in evaluation mode
         self.history: History = History()
@@ -191,7 +191,7 @@ class Fit:
             if self.resumed is not None:  # after on_train_begin, which resets callbacks
                 restore_history(self.history, self.resumed)
                 give_states(arguments.callback_list.callbacks, self.resumed.callbacks)
-            logs: dict[str, Any] = {n: values[-1] for n, values in self.history.history.items()}
+            logs: Values = {n: values[-1] for n, values in self.history.history.items()}
             # A callback may have ended the training in the epoch of the checkpoint.
             has_ended = self.resumed is not None and not self.steps_before and self._any_stops()
             for epoch in range(arguments.initial_epoch, 0 if has_ended else arguments.epochs):
@@ -253,9 +253,7 @@ class Fit:
         with synchronized(self.model) as self.step.synchronization:
             yield
 
-    def run_epoch(
-        self, epoch: int, callbacks: CallbackList, last: dict[str, Any]
-    ) -> dict[str, Any]:
+    def run_epoch(self, epoch: int, callbacks: CallbackList, last: Values) -> Values:
         """Train for an epoch, validate, and call the callbacks.
 
         Returns:
@@ -372,7 +370,7 @@ class Fit:
         self.steps_done = steps
         self.stream.note(steps)
 
-    def _warn_of_non_finite(self, epoch: int, logs: dict[str, Any]) -> None:
+    def _warn_of_non_finite(self, epoch: int, logs: Values) -> None:
         """Warn once, on rank 0, that a loss isn't finite."""
         if self.has_warned_of_non_finite or self.collectives.rank:
             return
@@ -450,7 +448,7 @@ class Fit:
         self.model.stop_training = self._any_stops()
         return self.model.stop_training
 
-    def _validate(self, callbacks: CallbackList, epoch: int) -> dict[str, Any]:
+    def _validate(self, callbacks: CallbackList, epoch: int) -> Values:
         """Evaluate the validation data; return the values by their names in an epoch's logs."""
         assert self.held_out is not None
         if self.validation is None:
@@ -511,7 +509,7 @@ class Fit:
 
     def contents(
         self, *, spread: bool = False, trainable_only: bool = False
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    ) -> tuple[PlainData, PlainData]:
         """Return a checkpoint's weights, and all its other contents; tensors aren't copied.
 
         Args:
@@ -523,11 +521,11 @@ class Fit:
         """
         return contents(self.model, spread=spread, trainable_only=trainable_only)
 
-    def weights(self, *, spread: bool = False, trainable_only: bool = False) -> dict[str, Any]:
+    def weights(self, *, spread: bool = False, trainable_only: bool = False) -> PlainData:
         """Return the weights in a checkpoint, as `contents` does."""
         return weights_of(self.model, spread=spread, trainable_only=trainable_only)
 
-    def params(self) -> dict[str, Any]:
+    def params(self) -> PlainData:
         """Return what callbacks are given in `params`."""
         arguments = self.arguments
         validation = self.held_out.steps if self.held_out is not None else None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from fitkit.distributed.collectives import Collectives
@@ -23,6 +23,7 @@ from fitkit.schedulers import (
 from fitkit.training.check_state import check_scheduler_state
 from fitkit.training.own_step import Step
 from fitkit.training.settings import FitArguments
+from fitkit.typing import PlainData, Values
 
 LENGTHS = ("T_max", "total_steps", "total_iters")
 """The entries of a scheduler's state that give its length."""
@@ -44,15 +45,13 @@ class WarmUp:
         done: the number of its updates that are over.
     """
 
-    def __init__(
-        self, groups: list[dict[str, Any]], updates: int, start: float, done: int = 0
-    ) -> None:
+    def __init__(self, groups: list[PlainData], updates: int, start: float, done: int = 0) -> None:
         self._groups = groups
         self._targets = [group["lr"] for group in groups]
         self._updates = updates
         self._start = start
         self._done = done
-        self._last: list[Any] = []
+        self._last: list[float | torch.Tensor] = []
         self._set()
 
     @property
@@ -60,7 +59,7 @@ class WarmUp:
         """Whether the rates have reached their targets."""
         return self._done >= self._updates
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> PlainData:
         """Its part of a checkpoint."""
         self._follow()
         return {"done": self._done, "targets": [float(target) for target in self._targets]}
@@ -149,7 +148,7 @@ class Rates:
         """Whether there is no warmup, or it is over."""
         return self._warm_up is None or self._warm_up.is_over
 
-    def state(self) -> dict[str, Any] | None:
+    def state(self) -> PlainData | None:
         """The warmup's part of a checkpoint. None if it is over, since schedulers move the rates
         then."""
         return None if self._warm_up is None or self._warm_up.is_over else self._warm_up.state()
@@ -164,7 +163,7 @@ class Rates:
         """Whether a scheduler needs a step's value before the next step."""
         return any(plan.watches and plan.interval == "step" for plan in self._schedulers)
 
-    def after_update_of(self, optimizer: Optimizer) -> Callable[[], Any] | None:
+    def after_update_of(self, optimizer: Optimizer) -> Callable[[], object] | None:
         """The function to call after each update of an optimizer; None if nothing moves."""
         own = members_of(optimizer)
         moves = [
@@ -186,7 +185,7 @@ class Rates:
 
         return move_all
 
-    def after_validation(self, epoch: int, values: dict[str, Any]) -> None:
+    def after_validation(self, epoch: int, values: Values) -> None:
         """Move the schedulers that watch a value of a validation within an epoch."""
         for plan, _ in self._at_epochs if self.are_warm else ():
             if plan.watches and (epoch + 1) % plan.frequency == 0:
@@ -194,7 +193,7 @@ class Rates:
                 if value is not None:
                     plan.scheduler.step(value)
 
-    def after_epoch(self, epoch: int, values: dict[str, Any], seen: Collection[str]) -> None:
+    def after_epoch(self, epoch: int, values: Values, seen: Collection[str]) -> None:
         """Move the schedulers that move at epochs.
 
         Args:
@@ -267,7 +266,7 @@ class Rates:
         value = logbook.results().get(name)
         return None if value is None else float(value), samples
 
-    def _report_missing(self, plan: PlannedScheduler, watched: str, logs: dict[str, Any]) -> None:
+    def _report_missing(self, plan: PlannedScheduler, watched: str, logs: Values) -> None:
         """Raise because the logs lack what a scheduler watches; if it isn't strict, warn once."""
         there = ", ".join(logs)
         if plan.monitor is not None:
@@ -301,7 +300,7 @@ def _warm_up_length(epochs: float | None, updates: int | None) -> int:
     return max(1, round(epochs * updates))
 
 
-def _value_in(logs: dict[str, Any], names: tuple[str, ...]) -> Any:
+def _value_in(logs: Values, names: tuple[str, ...]) -> float | None:
     return next((logs[name] for name in names if logs.get(name) is not None), None)
 
 
