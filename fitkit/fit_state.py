@@ -208,6 +208,9 @@ class Run(Protocol):
     @property
     def resumed(self) -> Progress | None: ...
 
+    def progress(self) -> Progress:
+        """How far it is, for a checkpoint. Collective."""
+
     def weights(self, *, spread: bool = False, trainable_only: bool = False) -> PlainData:
         """Collect the weights for a checkpoint, on all ranks. `spread`: each rank its part."""
 

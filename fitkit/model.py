@@ -1103,8 +1103,7 @@ def load_model(path: FilePath, net: nn.Module = None) -> Model:  # type: ignore[
         raise ArgumentTypeError(
             f"net is already a fitkit.Model. Write net.load({describe(path)}) instead."
         )
-    model: Model = restored_model(path, net, Model)
-    return model
+    return restored_model(path, net, Model)
 
 
 def _as_asked(values: dict[str, Any], return_dict: bool) -> Any:

@@ -134,6 +134,9 @@ Batch: TypeAlias = object
 Outputs: TypeAlias = object
 """What a net or a step of the user's returns: a tensor, or any structure of them."""
 
+Tree: TypeAlias = object
+"""Tensors in any structure: one tensor, or tuples, lists, dicts and dataclasses of them."""
+
 Values: TypeAlias = dict[str, Any]
 """What was computed, by name: numbers, or a metric's arrays."""
 

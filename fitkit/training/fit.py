@@ -507,6 +507,10 @@ class Fit:
         """Whether no batch waits for others to complete an update, so that a save is complete."""
         return self.update.is_between_updates
 
+    def progress(self) -> Progress:
+        """Return how far the training is, as a checkpoint stores it. Collective."""
+        return progress_of(self)
+
     def contents(
         self, *, spread: bool = False, trainable_only: bool = False
     ) -> tuple[PlainData, PlainData]:

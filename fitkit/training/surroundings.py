@@ -227,7 +227,7 @@ class ProcessFlag:
         self._lock = threading.RLock()
 
     @contextlib.contextmanager
-    def held(self, value: Any) -> Iterator[None]:
+    def held(self, value: object) -> Iterator[None]:
         """Set the flag for the length of a block; None leaves it unchanged."""
         if value is None:
             yield
