@@ -485,27 +485,10 @@ class Model(Module):
         with in_use(self, "fit", alone=True):
             path = checkpoint_to_resume(resume_from, arguments.callback_list.callbacks)
             if path is None:
-                arguments = self._prepared(arguments)
+                arguments = _prepared(self, arguments)
             else:
-                arguments = self._resumed(arguments, path)
+                arguments = _resumed(self, arguments, path)
             return self._launcher().launch("fit", run_fit, self, arguments)
-
-    def _resumed(self, arguments: FitArguments, path: FilePath) -> FitArguments:
-        """Load a checkpoint. Returns the arguments that continue where the saved run stopped."""
-        for callback in arguments.callback_list.callbacks:
-            callback.prepare_optimizers(self)
-
-        def agree(progress: Progress | None) -> None:
-            """Refuse other data, once the file is checked and before anything changes."""
-            nonlocal arguments
-            if progress is not None:
-                arguments = arguments.resumed_at(progress)
-            arguments = self._prepared(arguments)
-            if progress is not None:
-                check_data(arguments.source, progress)
-
-        load(self, path, agree)
-        return arguments
 
     @overload
     def evaluate(
@@ -579,7 +562,7 @@ class Model(Module):
             callbacks=callbacks,
         )
         with computing(self, "evaluate"):
-            arguments = self._prepared(arguments)
+            arguments = _prepared(self, arguments)
             values = self._launcher().launch("evaluate", run_evaluate, self, arguments)
         return _as_asked(values, return_dict)
 
@@ -652,23 +635,9 @@ class Model(Module):
             x=x, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks
         )
         with computing(self, "predict"):
-            arguments = self._prepared(arguments)
+            arguments = _prepared(self, arguments)
             outputs = self._launcher().launch("predict", run_predict, self, arguments)
         return trees.to_numpy(outputs) if as_numpy else outputs
-
-    def _prepared(self, arguments: Arguments) -> Arguments:
-        """Check that the model can run the call. Returns the arguments with their data sources."""
-        strategy = self._fitkit.compilation.strategy
-        check_steps(self)
-        check_callbacks(arguments.callback_list.callbacks)
-        has_steps = any(overridden(self, f"{stage}_step") for stage in STAGES)
-        if self.net is None and type(self).forward is Module.forward and not has_steps:
-            self.forward()  # says what is missing
-        return arguments.prepared(
-            strategy.precision.input_dtype(self),
-            strategy.data_rank_count,
-            self._fitkit.compilation.given.effective_batch_size,
-        )
 
     def _launcher(self) -> Launcher:
         """What brings a call to every rank. Within a run (in a callback) all ranks are here."""
@@ -1104,6 +1073,39 @@ def load_model(path: FilePath, net: nn.Module = None) -> Model:  # type: ignore[
             f"net is already a fitkit.Model. Write net.load({describe(path)}) instead."
         )
     return restored_model(path, net, Model)
+
+
+def _prepared(model: Model, arguments: Arguments) -> Arguments:
+    """Check that a model can run the call. Returns the arguments with their data sources."""
+    compilation = model._fitkit.compilation
+    check_steps(model)
+    check_callbacks(arguments.callback_list.callbacks)
+    has_steps = any(overridden(model, f"{stage}_step") for stage in STAGES)
+    if model.net is None and type(model).forward is Module.forward and not has_steps:
+        model.forward()  # says what is missing
+    return arguments.prepared(
+        compilation.strategy.precision.input_dtype(model),
+        compilation.strategy.data_rank_count,
+        compilation.given.effective_batch_size,
+    )
+
+
+def _resumed(model: Model, arguments: FitArguments, path: FilePath) -> FitArguments:
+    """Load a checkpoint. Returns the arguments that continue where the saved run stopped."""
+    for callback in arguments.callback_list.callbacks:
+        callback.prepare_optimizers(model)
+
+    def agree(progress: Progress | None) -> None:
+        """Refuse other data, once the file is checked and before anything changes."""
+        nonlocal arguments
+        if progress is not None:
+            arguments = arguments.resumed_at(progress)
+        arguments = _prepared(model, arguments)
+        if progress is not None:
+            check_data(arguments.source, progress)
+
+    load(model, path, agree)
+    return arguments
 
 
 def _as_asked(values: dict[str, Any], return_dict: bool) -> Any:
