@@ -282,7 +282,8 @@ def noted_of_an_epoch() -> tuple[Any, Any]:
 
     class Take(fitkit.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            logbook = self.model._fitkit.fit_state.run.step.logbook
+            run: Any = self.model._fitkit.fit_state.run
+            logbook = run.step.logbook
             found[:] = [noted_by(logbook, 1, 0), logbook]
 
     model = fitkit.Model(torch.nn.Linear(4, 3))

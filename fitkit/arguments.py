@@ -8,8 +8,8 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -17,8 +17,9 @@ from torch import nn
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.foreign_names import instead
 from fitkit.registry import nearest
+from fitkit.typing import AnyCallable
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=AnyCallable)
 
 
 def describe(value: object) -> str:
@@ -52,11 +53,11 @@ def only_known_arguments(function: Function) -> Function:
     required = sum(item.default is item.empty for item in parameters.values())
     most = len(by_place)
 
-    def called(args: tuple[Any, ...]) -> str:
+    def called(args: tuple[object, ...]) -> str:
         return type(args[0]).__name__ if function.__name__ == "__init__" else function.__name__
 
     @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: object, **kwargs: object) -> object:
         for name in kwargs:
             if name not in parameters:
                 raise _unknown_argument(called(args), name, accepted)
@@ -192,7 +193,7 @@ PREDICTION_NAMES = frozenset({
 })  # fmt: skip
 
 
-def check_takes_pair(function: Callable[..., Any], label: str, kind: str) -> None:
+def check_takes_pair(function: AnyCallable, label: str, kind: str) -> None:
     """Refuse a callable that can't take, or seems to swap, `(prediction, target)`.
 
     Args:
@@ -244,7 +245,7 @@ def snake_case(class_name: str) -> str:
     return _WORD_STARTS.sub("_", class_name.replace("IoU", "Iou")).lower()
 
 
-def callable_name(function: Callable[..., Any]) -> str:
+def callable_name(function: AnyCallable) -> str:
     """A function's name, the name inside a partial, or an object's class in snake case."""
     while isinstance(function, functools.partial):
         function = function.func
@@ -258,22 +259,22 @@ LONGEST = 200
 """Characters of a setting; places that keep them have limits."""
 
 
-def plain_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+def plain_settings(given: Mapping[str, object]) -> dict[str, object]:
     """Strings, numbers and flags by name.
 
     What is None has no entry; parts of dicts, and of lists of objects, have theirs: `loss.box`.
     Functions, classes and objects become their names.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, value in given.items():
         found.update(_plain(str(name), value))
     return found
 
 
-def _plain(name: str, value: Any) -> dict[str, Any]:
+def _plain(name: str, value: object) -> dict[str, object]:
     if value is None:
         return {}
-    parts: Iterable[tuple[Any, Any]]
+    parts: Iterable[tuple[object, object]]
     if isinstance(value, Mapping):
         parts = value.items()
     elif isinstance(value, (list, tuple)) and any(isinstance(v, (list, dict)) for v in value):
@@ -285,7 +286,7 @@ def _plain(name: str, value: Any) -> dict[str, Any]:
     return plain_settings({f"{name}.{key}": part for key, part in parts})
 
 
-def name_of(value: Any) -> str:
+def name_of(value: object) -> str:
     """What a value is called: never its address, which differs from run to run."""
     if isinstance(value, (str, int, float)) or value is None:
         return str(value)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import functools
 import inspect
 import itertools
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
-from typing import Any, Literal, SupportsIndex, overload
+from typing import Any, Literal, SupportsIndex, TypeVar, overload
 
 from torch import nn
 from torch.optim import Optimizer
@@ -19,10 +17,19 @@ from fitkit.accelerators import is_accelerator
 from fitkit.arguments import check_flag, describe, only_known_arguments
 from fitkit.callbacks.callback_list import Callbacks
 from fitkit.callbacks.history import History, Results
+from fitkit.compilation import (
+    Anew,
+    Compilation,
+    CompileArguments,
+    given_or,
+    is_given,
+    without_gpus,
+)
 from fitkit.distributed.launchers import InlineLauncher, Launcher
 from fitkit.distributed.precision import Precision
 from fitkit.distributed.strategies import Strategy
-from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.errors import ArgumentTypeError
+from fitkit.fit_state import FitState
 from fitkit.hooks import STAGES, check_callbacks, check_steps, overridden
 from fitkit.losses.class_weights import ClassWeights
 from fitkit.model_names import GivesWay, NotHere, check_attribute, check_definitions, public_names
@@ -30,15 +37,14 @@ from fitkit.modes import in_use
 from fitkit.module import Module
 from fitkit.optimizers import with_rate
 from fitkit.pickling import in_main_memory
-from fitkit.samples import Doubts
+from fitkit.progress import Progress
+from fitkit.record import Record, StepContexts
 from fitkit.training.evaluate import run_evaluate, run_predict
 from fitkit.training.fit import run_fit
 from fitkit.training.jit.net import compile_net
 from fitkit.training.on_batch import KeptSteps, evaluate_batch, fit_batch, predict_batch
-from fitkit.training.optimizing import FitState
-from fitkit.training.own_step import StepContexts
-from fitkit.training.resume import Progress, check_data, checkpoint_to_resume
-from fitkit.training.settings import Compilation, EvaluateArguments, FitArguments
+from fitkit.training.resume import check_data, checkpoint_to_resume
+from fitkit.training.settings import EvaluateArguments, FitArguments
 from fitkit.training.snapshot import load, restored_model, save, save_weights
 from fitkit.training.step import caller_of
 from fitkit.training.surroundings import computing
@@ -63,64 +69,7 @@ from fitkit.typing import (
     Verbose,
 )
 
-
-@dataclasses.dataclass
-class Record:
-    """All that fitkit itself keeps on a model, under one name: every other name is the user's.
-
-    Attributes:
-        compilation: the arguments of `compile`, and what they resolved to.
-        fit_state: optimizers, schedulers and counters, kept over several calls of `fit`.
-        contexts: the calls that run on the model now, by thread.
-        batch_size: the batch size of the last `fit`; None before.
-        kept_steps: the steps that `train_on_batch` and its siblings have built.
-        log_names: the names of the values that the last pass returned; None before.
-        hidden_names: names logged with `prog_bar=False`, which the progress bar leaves out.
-        jit_update: the training steps that `jit_compile` has compiled; None before.
-        jit_passes: the compiled steps of evaluation and prediction.
-        needs_gradients: whether the net was seen to compute gradients in its forward.
-        uncompiled: why `jit_compile` computes the net as written; None while it doesn't.
-        doubts: say once that batches' entries disagree on their samples.
-    """
-
-    compilation: Compilation
-    fit_state: FitState
-    contexts: StepContexts
-    kept_steps: KeptSteps = dataclasses.field(default_factory=KeptSteps)
-    batch_size: int | None = None
-    log_names: list[str] | None = None
-    hidden_names: set[str] = dataclasses.field(default_factory=set)
-    jit_update: Any = None
-    jit_passes: dict[str, Any] = dataclasses.field(default_factory=dict)
-    needs_gradients: bool = False
-    uncompiled: str | None = None
-    doubts: Doubts = dataclasses.field(default_factory=Doubts)
-
-    def __copy__(self) -> Record:
-        """A record for another model of the same net, which uses the same optimizers."""
-        return Record(
-            copy.copy(self.compilation),
-            copy.copy(self.fit_state),
-            StepContexts(),
-            batch_size=self.batch_size,
-            log_names=self.log_names,
-            hidden_names=set(self.hidden_names),
-        )
-
-    def check_copy(self) -> None:
-        """Refuse to copy a model whose weights, or optimizer's state, the ranks hold in parts.
-
-        Raises:
-            ConfigurationError: with what to write instead.
-        """
-        strategy = vars(self.compilation).get("strategy")
-        if strategy is not None and strategy.engine is not None and strategy.engine.in_place:
-            raise ConfigurationError(
-                f"A model can't be copied or pickled while fit trains it under strategy="
-                f"{strategy.name!r}: each rank has a part of it. Copy it after fit, or write "
-                "model.save(path) on every rank.",
-                code="FK070",
-            )
+Arguments = TypeVar("Arguments", FitArguments, EvaluateArguments)
 
 
 class Model(Module):
@@ -153,12 +102,11 @@ class Model(Module):
         ArgumentTypeError: `net` isn't a `torch.nn.Module`.
     """
 
-    _fitkit: Record
     history: History | None
 
     def __init__(self, net: nn.Module | None = None) -> None:
         super().__init__()
-        self._fitkit = Record(Compilation.default(), FitState(), StepContexts())
+        self._fitkit = Record(Compilation.default(), FitState(), StepContexts(), KeptSteps())
         if isinstance(net, type) and issubclass(net, nn.Module):
             raise ArgumentTypeError(
                 f"net is the class {net.__name__}, not a network. Write {net.__name__}(…)."
@@ -377,20 +325,61 @@ class Model(Module):
             >>> model.compile("adamw", "cross_entropy", metrics=["accuracy"], learning_rate=3e-4)
             >>> model.compile(accelerator="cpu", devices=2)  # all else stays as it was
         """
-        arguments = _given(locals())
-        compilation = self._fitkit.compilation.updated(arguments, self)
-        if jit_compile is not UNSET:
-            compile_net(self, jit_compile)
-        self._fitkit.compilation, self._fitkit.jit_update = compilation, None
-        self._fitkit.jit_passes = {}
-        if optimizer is not UNSET:
-            self._fitkit.fit_state.drop_optimizers()
-        if lr_scheduler is not UNSET:
-            self._fitkit.fit_state.drop_schedulers()
-        if any(given is not UNSET for given in (loss, metrics, weighted_metrics)):
-            self._fitkit.log_names = None
-        if learning_rate is not UNSET and learning_rate is not None:
-            self._fitkit.fit_state.set_rate(learning_rate)
+        devices, accelerator = without_gpus(gpus, devices, accelerator)
+        record, was = self._fitkit, self._fitkit.compilation.given
+        given = CompileArguments(
+            optimizer=given_or(optimizer, was.optimizer),
+            loss=given_or(loss, was.loss),
+            metrics=given_or(metrics, was.metrics),
+            learning_rate=given_or(learning_rate, was.learning_rate),
+            loss_weights=given_or(loss_weights, was.loss_weights),
+            weighted_metrics=given_or(weighted_metrics, was.weighted_metrics),
+            target=given_or(target, was.target),
+            lr_scheduler=given_or(lr_scheduler, was.lr_scheduler),
+            devices=given_or(devices, was.devices),
+            accelerator=given_or(accelerator, was.accelerator),
+            strategy=given_or(strategy, was.strategy),
+            num_nodes=given_or(num_nodes, was.num_nodes),
+            precision=given_or(precision, was.precision),
+            accumulate_grad_batches=given_or(accumulate_grad_batches, was.accumulate_grad_batches),
+            gradient_clip_val=given_or(gradient_clip_val, was.gradient_clip_val),
+            gradient_clip_algorithm=given_or(gradient_clip_algorithm, was.gradient_clip_algorithm),
+            scale_lr=given_or(scale_lr, was.scale_lr),
+            warmup_epochs=given_or(warmup_epochs, was.warmup_epochs),
+            sync_batchnorm=given_or(sync_batchnorm, was.sync_batchnorm),
+            replace_sampler=given_or(replace_sampler, was.replace_sampler),
+            auto_select_gpus=given_or(auto_select_gpus, was.auto_select_gpus),
+            log_gpu_memory=given_or(log_gpu_memory, was.log_gpu_memory),
+            benchmark=given_or(benchmark, was.benchmark),
+            deterministic=given_or(deterministic, was.deterministic),
+            jit_compile=given_or(jit_compile, was.jit_compile),
+            matmul_precision=given_or(matmul_precision, was.matmul_precision),
+            memory_format=given_or(memory_format, was.memory_format),
+            steps_per_execution=given_or(steps_per_execution, was.steps_per_execution),
+            effective_batch_size=given_or(effective_batch_size, was.effective_batch_size),
+        )
+        anew = Anew(
+            optimizer=is_given(optimizer),
+            learning_rate=is_given(learning_rate),
+            scheduler=is_given(lr_scheduler),
+            loss=is_given(loss, loss_weights),
+            metrics=is_given(metrics, weighted_metrics),
+            hardware=is_given(
+                devices, accelerator, strategy, precision, num_nodes, auto_select_gpus
+            ),
+        )
+        compilation = record.compilation.updated(given, anew, self)
+        if is_given(jit_compile):
+            compile_net(self, given.jit_compile)
+        record.compilation, record.jit_update, record.jit_passes = compilation, None, {}
+        if anew.optimizer:
+            record.fit_state.drop_optimizers()
+        if anew.scheduler:
+            record.fit_state.drop_schedulers()
+        if is_given(loss, metrics, weighted_metrics):
+            record.log_names = None
+        if anew.learning_rate and given.learning_rate is not None:
+            record.fit_state.set_rate(given.learning_rate)
 
     # ------------------------------------------------------------------ the verbs
 
@@ -474,27 +463,31 @@ class Model(Module):
             >>> len(history.history["val_loss"])
             3
         """
-        arguments = FitArguments(**_given(locals(), leave_out="resume_from"))
+        arguments = FitArguments(
+            x=x,
+            y=y,
+            batch_size=batch_size,
+            epochs=epochs,
+            verbose=verbose,
+            callbacks=callbacks,
+            validation_split=validation_split,
+            validation_data=validation_data,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            sample_weight=sample_weight,
+            initial_epoch=initial_epoch,
+            steps_per_epoch=steps_per_epoch,
+            validation_steps=validation_steps,
+            validation_batch_size=validation_batch_size,
+            validation_freq=validation_freq,
+        )
         with in_use(self, "fit", alone=True):
             path = checkpoint_to_resume(resume_from, arguments.callback_list.callbacks)
-            if path is not None:
-                for callback in arguments.callback_list.callbacks:
-                    callback.prepare_optimizers(self)
-                load(self, path, functools.partial(self._resume_at, arguments))
-            self._prepare(arguments)
-            history: History = self._launcher().launch("fit", run_fit, self, arguments)
-        return history
-
-    def _resume_at(self, arguments: FitArguments, progress: Progress | None) -> None:
-        """Let `fit` start where the saved run stopped, if the data are the same.
-
-        `load` calls it once the file is checked, and before anything changes.
-        """
-        if progress is not None:
-            arguments.resumed, arguments.initial_epoch = progress, progress.epoch
-        self._prepare(arguments)
-        if progress is not None:
-            check_data(arguments.source, progress)
+            if path is None:
+                arguments = _prepared(self, arguments)
+            else:
+                arguments = _resumed(self, arguments, path)
+            return self._launcher().launch("fit", run_fit, self, arguments)
 
     @overload
     def evaluate(
@@ -558,9 +551,17 @@ class Model(Module):
             {'loss': 1.0, 'mae': 1.0}
         """
         check_flag("return_dict", return_dict)
-        arguments = EvaluateArguments(**_given(locals(), leave_out="return_dict"))
+        arguments = EvaluateArguments(
+            x=x,
+            y=y,
+            batch_size=batch_size,
+            verbose=verbose,
+            sample_weight=sample_weight,
+            steps=steps,
+            callbacks=callbacks,
+        )
         with computing(self, "evaluate"):
-            self._prepare(arguments)
+            arguments = _prepared(self, arguments)
             values = self._launcher().launch("evaluate", run_evaluate, self, arguments)
         return _as_asked(values, return_dict)
 
@@ -629,27 +630,13 @@ class Model(Module):
             (100, 3)
         """
         check_flag("as_numpy", as_numpy)
-        arguments = EvaluateArguments(**_given(locals(), leave_out="as_numpy"))
+        arguments = EvaluateArguments(
+            x=x, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks
+        )
         with computing(self, "predict"):
-            self._prepare(arguments)
+            arguments = _prepared(self, arguments)
             outputs = self._launcher().launch("predict", run_predict, self, arguments)
         return trees.to_numpy(outputs) if as_numpy else outputs
-
-    def _prepare(self, arguments: FitArguments | EvaluateArguments) -> None:
-        """Check that the model can run the call, and build its data sources, once per call."""
-        if arguments.source is not None:
-            return
-        strategy = self._fitkit.compilation.strategy
-        check_steps(self)
-        check_callbacks(arguments.callback_list.callbacks)
-        has_steps = any(overridden(self, f"{stage}_step") for stage in STAGES)
-        if self.net is None and type(self).forward is Module.forward and not has_steps:
-            self.forward()  # says what is missing
-        arguments.prepare(
-            strategy.precision.input_dtype(self),
-            strategy.data_rank_count,
-            self._fitkit.compilation.effective_batch_size,
-        )
 
     def _launcher(self) -> Launcher:
         """What brings a call to every rank. Within a run (in a callback) all ranks are here."""
@@ -763,7 +750,8 @@ class Model(Module):
             >>> model.predict_on_batch(torch.ones(8, 4)).shape
             (8, 1)
         """
-        return predict_batch(self, x)
+        outputs: NumpyOutput = predict_batch(self, x)
+        return outputs
 
     # ------------------------------------------------------------------ what a run left
 
@@ -787,7 +775,7 @@ class Model(Module):
             >>> model.optimizer.param_groups[0]["lr"]
             0.01
         """
-        return with_rate(self._fitkit.fit_state.optimizers_for(self)[0])
+        return with_rate(self._made_optimizers()[0])
 
     @property
     def metrics_names(self) -> list[str]:
@@ -810,7 +798,7 @@ class Model(Module):
 
         If you gave `compile(effective_batch_size=…)`, it is that number: samples per update.
         """
-        asked: int | None = self._fitkit.compilation.effective_batch_size
+        asked = self._fitkit.compilation.given.effective_batch_size
         if asked is not None:
             return asked
         if self._fitkit.batch_size is None:
@@ -937,7 +925,9 @@ class Model(Module):
         from fitkit.extras.summary import summarize
 
         net = self._weights_module()
-        return model_html(type(net).__name__, self._fitkit.compilation.given, summarize(net))
+        return model_html(
+            type(net).__name__, self._fitkit.compilation.given.as_dict(), summarize(net)
+        )
 
     @only_known_arguments
     def save(self, path: FilePath) -> None:
@@ -1081,13 +1071,40 @@ def load_model(path: FilePath, net: nn.Module = None) -> Model:  # type: ignore[
         raise ArgumentTypeError(
             f"net is already a fitkit.Model. Write net.load({describe(path)}) instead."
         )
-    model: Model = restored_model(path, net, Model)
-    return model
+    return restored_model(path, net, Model)
 
 
-def _given(local: dict[str, Any], leave_out: str = "") -> dict[str, Any]:
-    """The arguments of a method by name, taken from its local variables at the start."""
-    return {name: value for name, value in local.items() if name not in ("self", leave_out)}
+def _prepared(model: Model, arguments: Arguments) -> Arguments:
+    """Check that a model can run the call. Returns the arguments with their data sources."""
+    compilation = model._fitkit.compilation
+    check_steps(model)
+    check_callbacks(arguments.callback_list.callbacks)
+    has_steps = any(overridden(model, f"{stage}_step") for stage in STAGES)
+    if model.net is None and type(model).forward is Module.forward and not has_steps:
+        model.forward()  # says what is missing
+    return arguments.prepared(
+        compilation.strategy.precision.input_dtype(model),
+        compilation.strategy.data_rank_count,
+        compilation.given.effective_batch_size,
+    )
+
+
+def _resumed(model: Model, arguments: FitArguments, path: FilePath) -> FitArguments:
+    """Load a checkpoint. Returns the arguments that continue where the saved run stopped."""
+    for callback in arguments.callback_list.callbacks:
+        callback.prepare_optimizers(model)
+
+    def agree(progress: Progress | None) -> None:
+        """Refuse other data, once the file is checked and before anything changes."""
+        nonlocal arguments
+        if progress is not None:
+            arguments = arguments.resumed_at(progress)
+        arguments = _prepared(model, arguments)
+        if progress is not None:
+            check_data(arguments.source, progress)
+
+    load(model, path, agree)
+    return arguments
 
 
 def _as_asked(values: dict[str, Any], return_dict: bool) -> Any:

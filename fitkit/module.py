@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import numbers
@@ -22,36 +21,11 @@ from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.foreign_names import instead
 from fitkit.losses import checked_count
 from fitkit.optimizers import held_by
+from fitkit.record import LogOptions as LogOptions
+from fitkit.record import Record
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 """How a name's values become one."""
-
-
-@dataclasses.dataclass(frozen=True)
-class LogOptions:
-    """The options of `self.log` for a name.
-
-    Attributes:
-        on_step: whether batches' logs have the latest value.
-        on_epoch: whether the epoch's logs have the reduced one.
-        prog_bar: whether the progress bar shows it.
-        reduce_fx: one of `REDUCTIONS`.
-        sync_dist: whether all ranks must log it, and batches' values are the ranks' together.
-        rank_zero_only: whether rank 0's value stands for all.
-    """
-
-    on_step: bool
-    on_epoch: bool
-    prog_bar: bool
-    reduce_fx: str
-    sync_dist: bool
-    rank_zero_only: bool
-
-    def names(self, name: str) -> tuple[str, str]:
-        """The names of the step's and of the epoch's value."""
-        if self.on_step and self.on_epoch:
-            return f"{name}_step", f"{name}_epoch"
-        return name, name
 
 
 def reduction_named(reduce_fx: Any) -> str:
@@ -145,7 +119,7 @@ class Module(nn.Module):
         current_epoch: the number of the current or last epoch, from 0.
     """
 
-    _fitkit: Any  # a `Record`, which stands in model.py with all that it holds
+    _fitkit: Record
     net: Any
     history: Any
     stop_training: bool
@@ -226,12 +200,16 @@ class Module(nn.Module):
 
     def predict_step(self, *arguments: Any, **named: Any) -> Any:
         """Compute the outputs for one batch of `predict`."""
-        return self._fitkit.contexts.current.compiled_outputs(self, _batch_of(arguments, named))
+        context = self._fitkit.contexts.current
+        assert context is not None
+        return context.compiled_outputs(self, _batch_of(arguments, named))
 
     # ------------------------------------------------------------------ after the replicas
 
     def _compiled_loss(self, batch: Any) -> Any:
-        return self._fitkit.contexts.current.compiled_loss(self, batch)
+        context = self._fitkit.contexts.current
+        assert context is not None
+        return context.compiled_loss(self, batch)
 
     def training_step_end(self, outputs: Any) -> Any:
         """Process what `training_step` returned, for the whole batch.
@@ -298,7 +276,9 @@ class Module(nn.Module):
             device: the target device; under `dp`, a replica's.
             *loader: 0, if the hook takes Lightning's `dataloader_idx`.
         """
-        return self._fitkit.contexts.current.transferred(batch)
+        context = self._fitkit.contexts.current
+        assert context is not None
+        return context.transferred(batch)
 
     # ------------------------------------------------------------------ logging
 
@@ -360,12 +340,13 @@ class Module(nn.Module):
         if notes is not None:
             notes.append((name, loggable, options, batch_size or vars(self)["_replica_samples"]))
             return
-        if self._fitkit.contexts.current is None:
+        context = self._fitkit.contexts.current
+        if context is None:
             raise ConfigurationError(
                 f"self.log({name!r}) was called outside of a run, or after its last epoch. "
                 "Call it in a step, in its _epoch_end, or in an epoch or batch hook of a callback."
             )
-        self._fitkit.contexts.current.log(name, loggable, options, batch_size)
+        context.log(name, loggable, options, batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
         """Log each entry of a dict (or of a torchmetrics `MetricCollection`) with `log`.
@@ -484,9 +465,9 @@ class Module(nn.Module):
 
     def _step_on_device(self, batch: Any, method: str, *arguments: Any) -> Any:
         """Move the batch to this replica's device with the model's own hook, then call a step."""
-        moved = self._fitkit.contexts.current.moved(
-            self.transfer_batch_to_device, batch, self.device
-        )
+        context = self._fitkit.contexts.current
+        assert context is not None
+        moved = context.moved(self.transfer_batch_to_device, batch, self.device)
         return getattr(self, method)(moved, *arguments)
 
     def _begin_replica(self, device: torch.device, samples: int) -> None:
@@ -503,11 +484,12 @@ class Module(nn.Module):
                     value = self.get_submodule(own[id(value)])
                 notes.setdefault(name, []).append((value, options, samples))
         for name, entries in notes.items():
-            if self._fitkit.contexts.current is not None:
+            context = self._fitkit.contexts.current
+            if context is not None:
                 options = entries[0][1]
                 parts = [(value, count) for value, _, count in entries]
                 value, samples = joined_values(parts, options.reduce_fx)
-                self._fitkit.contexts.current.log(name, value, options, samples)
+                context.log(name, value, options, samples)
 
     # ------------------------------------------------------------------ optimizers
 
@@ -518,13 +500,25 @@ class Module(nn.Module):
         return self.automatic_optimization and not self._fitkit.fit_state.takes_turns
 
     @property
+    def _configures_optimizers(self) -> bool:
+        """Whether `configure_optimizers` makes the optimizers, because `compile` names none."""
+        own = vars(self).get("configure_optimizers") or type(self).configure_optimizers
+        is_own = own is not Module.configure_optimizers
+        return is_own and not self._fitkit.compilation.names_optimizer
+
+    def _made_optimizers(self) -> list[Optimizer]:
+        """The optimizers over the parameters. They are made when they are first needed."""
+        configure = self.configure_optimizers if self._configures_optimizers else None
+        return self._fitkit.fit_state.optimizers_for(self, self._fitkit.compilation, configure)
+
+    @property
     def global_step(self) -> int:
         """The number of updates so far, over all calls of `fit`."""
         return self._fitkit.fit_state.updates
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """The optimizer, or the list of several. They are always torch's own objects."""
-        found = self._fitkit.fit_state.optimizers_for(self)
+        found = self._made_optimizers()
         return found[0] if len(found) == 1 else list(found)
 
     def lr_schedulers(self) -> Any:
@@ -549,14 +543,15 @@ class Module(nn.Module):
             Collective: every rank must call it equally often.
         """
         running = self._fitkit.contexts.current
-        if self.automatic_optimization or getattr(running, "backward", None) is None:
+        backward = None if running is None else running.backward
+        if self.automatic_optimization or backward is None:
             raise ConfigurationError(
                 "manual_backward belongs into training_step, with automatic_optimization = False "
                 "(set it in __init__)."
             )
         if count is not None:
             count = checked_count(count, "manual_backward was given count")
-        self._fitkit.contexts.current.backward(loss, count, **options)
+        backward(loss, count, **options)
 
     def clip_gradients(
         self,

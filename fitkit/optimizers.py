@@ -16,7 +16,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 from fitkit.arguments import check_number, describe
 from fitkit.distributed.spread.in_place import held_by as held_by
-from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 from fitkit.registry import Registry, imported_on_demand, nearest
 
 Chooses = Callable[[str, nn.Parameter], bool]
@@ -630,3 +630,20 @@ def needs_closure(optimizer: Optimizer) -> bool:
     step = inspect.signature(type(optimizer).step).parameters
     closure = step.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def warn_of_flags(model: torch.nn.Module) -> None:
+    """Warn of Keras's `layer.trainable = False` on a torch layer, which learns all the same."""
+    for path, module in model.named_modules():
+        is_set = vars(module).get("trainable") is False and not _has_flag(type(module))
+        if is_set and any(parameter.requires_grad for parameter in module.parameters()):
+            warn(
+                f"{path}.trainable = False has no effect on a torch layer, which still learns. "
+                f"Write {path}.requires_grad_(False)."
+            )
+
+
+def _has_flag(kind: type) -> bool:
+    """Whether a class defines the attribute itself, and so may give it another meaning."""
+    codes = [getattr(f, "__code__", None) for base in kind.__mro__ for f in vars(base).values()]
+    return any("trainable" in code.co_names for code in codes if code is not None)

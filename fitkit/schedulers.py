@@ -377,3 +377,69 @@ def own_interval(scheduler: Any) -> str:
 
 def _class_name(maker: Callable[..., Any]) -> str:
     return getattr(maker, "__qualname__", type(maker).__name__)
+
+
+@dataclasses.dataclass
+class PlannedScheduler:
+    """A scheduler, and when it moves.
+
+    Attributes:
+        scheduler: the scheduler.
+        interval: `"epoch"` or `"step"` (an update).
+        frequency: it moves once in this many intervals.
+        monitor: the log that it watches; None if it watches nothing.
+        optimizer: the optimizer whose rates it sets.
+        strict: whether a missing monitored log is an error. If not, there is one warning.
+        follows_fit: whether its length is the training's.
+        name: the name that LearningRateMonitor gives its rates; None for `learning_rate`.
+        passed: how many of its intervals are over. A checkpoint keeps it.
+    """
+
+    scheduler: Any
+    interval: str = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+    optimizer: Optimizer | None = None
+    strict: bool = True
+    follows_fit: bool = False
+    name: str | None = None
+    passed: int = 0
+
+    @property
+    def watches(self) -> bool:
+        """Whether it needs a log's value."""
+        return isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether a checkpoint can keep the scheduler's position."""
+        names = ("state_dict", "load_state_dict")
+        return all(callable(getattr(self.scheduler, name, None)) for name in names)
+
+    def state(self) -> dict[str, Any]:
+        """The scheduler's part of a checkpoint."""
+        return self.scheduler.state_dict() if self.keeps_state else {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from a stored state."""
+        if self.keeps_state:
+            self.scheduler.load_state_dict(state)
+
+    def stepper(self) -> Callable[[], None]:
+        """The function to call after each of its intervals. Each call counts one."""
+        scheduler = self.scheduler
+        # One with a fixed length (OneCycleLR) keeps its last rate after it.
+        total = getattr(scheduler, "total_steps", None)
+        step, takes_number = step_of(scheduler, self.interval)
+        if total is None and self.frequency == 1 and not takes_number:
+            return step
+
+        def move() -> None:
+            self.passed += 1
+            is_due = self.passed % self.frequency == 0
+            if is_due and takes_number:
+                step(self.passed // self.frequency)
+            elif is_due and (total is None or scheduler.last_epoch + 1 < total):
+                step()
+
+        return move

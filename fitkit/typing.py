@@ -125,6 +125,24 @@ Arrays: TypeAlias = Array | tuple[Any, ...] | list[Any] | Mapping[Any, Any]
 Data: TypeAlias = DataLoader[Any] | Dataset[Any] | Arrays | Iterable[Any]
 """Arrays, data that torch reads, or an iterable of batches."""
 
+AnyCallable: TypeAlias = Callable[..., object]
+"""A function whose arguments its caller knows, such as a hook of the user's."""
+
+Batch: TypeAlias = object
+"""A batch as the data gave it: whatever the user's collate function returns."""
+
+Outputs: TypeAlias = object
+"""What a net or a step of the user's returns: a tensor, or any structure of them."""
+
+Tree: TypeAlias = object
+"""Tensors in any structure: one tensor, or tuples, lists, dicts and dataclasses of them."""
+
+Values: TypeAlias = dict[str, Any]
+"""What was computed, by name: numbers, or a metric's arrays."""
+
+PlainData: TypeAlias = dict[str, Any]
+"""What a file can hold, by name: numbers, words, tensors, and lists and dicts of them."""
+
 if TYPE_CHECKING:
     # Arrays, for completion. A net may return a tuple or dict, so nothing is an error.
     class NumpyOutput(np.ndarray[Any, Any], Any):
@@ -195,5 +213,8 @@ DevicesArgument: TypeAlias = int | str | Sequence[int]
 
 NamedPrecision: TypeAlias = PrecisionName | Name | Literal[16, 32, 64]
 """A precision by name, or by its bits."""
+
+CompilerOptions: TypeAlias = dict[str, Any]
+"""The keyword arguments of `torch.compile`."""
 
 Verbose: TypeAlias = int | Literal["auto"]

@@ -8,63 +8,20 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fitkit.arguments import describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
+from fitkit.fit_state import Run
 from fitkit.module import Module
 from fitkit.registry import did_you_mean
 
 Logs = Mapping[str, Any]
 
 
-class Run(Protocol):
-    """The running `fit`, as far as callbacks use it.
-
-    Attributes:
-        steps_done: the number of steps made in this epoch.
-        is_between_updates: whether no batch waits for others to make an update with it. A save is
-            complete only then.
-        resumed: where the training continues (`epoch`, `steps`); None for a new one.
-        batch: the batch of the last step on this rank, as the source gave it; None between epochs.
-        seen_values: the values of the epoch's last validation, if callbacks have already seen
-            them within the epoch (`on_validation_within_epoch`); else empty.
-        validated_names: the names of the validations' values.
-        callbacks: the user's callbacks.
-        doubts: sentences about monitored values that can't come, said in one warning.
-    """
-
-    steps_done: int
-    batch: Any
-    seen_values: dict[str, Any]
-    validated_names: set[str]
-    doubts: list[str]
-
-    @property
-    def callbacks(self) -> list[Callback]: ...
-
-    @property
-    def is_between_updates(self) -> bool: ...
-
-    @property
-    def resumed(self) -> Any: ...
-
-    def weights(self, *, spread: bool = False, trainable_only: bool = False) -> dict[str, Any]:
-        """Collect the weights for a checkpoint, on all ranks. `spread`: each rank its part."""
-
-    def as_validated(self) -> AbstractContextManager[Any]:
-        """Give the model the weights that its validations see, for a block. Collective."""
-
-    def contents(
-        self, *, spread: bool = False, trainable_only: bool = False
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Collect the weights and all else for a checkpoint, as `weights` does."""
-
-
 def run_of(model: Module) -> Run | None:
     """The running `fit`, or None."""
-    run: Run | None = model._fitkit.fit_state.run
-    return run
+    return model._fitkit.fit_state.run
 
 
 MODELS = ("model", "_model")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fitkit.accelerators import has_streams
-from fitkit.callbacks.base import Run, from_all_ranks, from_rank_zero, run_of, several_ranks
+from fitkit.callbacks.base import from_all_ranks, from_rank_zero, run_of, several_ranks
 from fitkit.checkpoint import (
     is_folder_name,
     open_checkpoint,
@@ -32,6 +32,7 @@ from fitkit.checkpoint.remote import check_writable, is_url, make_folder, parent
 from fitkit.checkpoint.sharded_folder import Content, plan_shards, spread_alone, write_shard
 from fitkit.distributed.collectives import Collectives, together
 from fitkit.errors import CheckpointError, ConfigurationError, warn
+from fitkit.fit_state import Run
 from fitkit.module import Module
 
 _LOOK_EVERY_S = 0.02

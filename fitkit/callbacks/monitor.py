@@ -10,8 +10,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from fitkit.arguments import check_choice, check_number, describe
-from fitkit.callbacks.base import Callback, Run, from_rank_zero, overrides, run_of
+from fitkit.callbacks.base import Callback, from_rank_zero, overrides, run_of
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.fit_state import Run
 from fitkit.module import Module
 from fitkit.registry import did_you_mean, nearest
 
@@ -84,7 +85,11 @@ class Monitor:
             return True
         if model._fitkit.compilation.metrics.wait_for_outputs:
             return True
-        others = [one for one in run.callbacks if one is not callback and not one.comes_last]
+        others = [
+            one
+            for one in run.callbacks
+            if isinstance(one, Callback) and one is not callback and not one.comes_last
+        ]
         return any(
             overrides(one, hook) and not isinstance(getattr(one, "_monitored", None), Monitor)
             for one in others

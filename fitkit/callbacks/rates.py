@@ -19,7 +19,7 @@ from fitkit.optimizers import put_rate
 
 def optimizers_of(model: Module) -> list[Optimizer]:
     """The model's optimizers, in order."""
-    return list(model._fitkit.fit_state.optimizers_for(model))
+    return list(model._made_optimizers())
 
 
 def groups_of(model: Module) -> Iterator[dict[str, Any]]:
@@ -422,7 +422,7 @@ class GradientAccumulationScheduler(Callback):
         return begun[-1] if begun else None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        if self.model._fitkit.compilation.effective_batch_size is not None:
+        if self.model._fitkit.compilation.given.effective_batch_size is not None:
             raise ConfigurationError(
                 "GradientAccumulationScheduler sets how many batches make an update, and so does "
                 "compile(effective_batch_size=…). Leave one of them out."

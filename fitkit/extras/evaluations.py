@@ -128,7 +128,7 @@ class MetricCallback(EvaluateEvery):
         compilation = self.model._fitkit.compilation
         self.model._fitkit.compilation = dataclasses.replace(
             compilation, metrics=CompiledMetrics(self.metrics)
-        )
+        ).on(compilation.strategy)
         try:
             values = super()._values()
         finally:

@@ -371,7 +371,7 @@ def _costs_of_a_step(model: Model, batch: Any) -> tuple[Costs, tuple[str, ...]]:
         Assignment((strategy.device,), strategy.device_ids[:1], copy.copy(strategy.precision))
     )
     with untouched(model):
-        model._fitkit.compilation = dataclasses.replace(model._fitkit.compilation, strategy=alone)
+        model._fitkit.compilation = model._fitkit.compilation.on(alone)
         with _activations(model) as saved:
             # fit would take a list of one tensor as arrays, and cut its own batches from it.
             model.fit(iter([batch]), verbose=0)

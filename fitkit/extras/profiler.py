@@ -257,7 +257,7 @@ class Profiler(Callback):
     def _may_name(self) -> bool:
         """Whether `compile` was given metrics that aren't names."""
         given = self.model._fitkit.compilation.given
-        metrics = [*trees.leaves(given["metrics"]), *trees.leaves(given["weighted_metrics"])]
+        metrics = [*trees.leaves(given.metrics), *trees.leaves(given.weighted_metrics)]
         return any(not isinstance(metric, (str, type(None))) for metric in metrics)
 
     # ------------------------------------------------------------------ by torch's hooks

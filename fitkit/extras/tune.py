@@ -193,15 +193,17 @@ def learning_rate(
     ]
     rising = _RisingRates(rates, early_stop_threshold)
     compilation = model._fitkit.compilation
-    effective, parts = compilation.effective_batch_size, compilation.accumulate_grad_batches
+    effective = compilation.given.effective_batch_size
+    parts = compilation.given.accumulate_grad_batches
     if effective is not None:
         ranks, is_loader = compilation.strategy.data_rank_count, isinstance(x, DataLoader)
         size = x.batch_size if isinstance(x, DataLoader) else batch_size
         parts = parts_of_update(effective, ranks, size, is_fixed=is_loader)
         batch_size = batch_size if is_loader else effective // ranks // parts
     with in_use(model, "tune.learning_rate", alone=True), untouched(model):
-        given = {**model._fitkit.compilation.given, "accumulate_grad_batches": parts}
-        model._fitkit.compilation = dataclasses.replace(model._fitkit.compilation, given=given)
+        trial = model._fitkit.compilation
+        given = dataclasses.replace(trial.given, accumulate_grad_batches=parts)
+        model._fitkit.compilation = dataclasses.replace(trial, given=given).on(trial.strategy)
         model.fit(
             x,
             y,
@@ -407,9 +409,6 @@ NOTES = ("history", "stop_training", "current_epoch")
 RECORDED = ("compilation", "batch_size", "log_names")
 """What a fit, or a trial, changes in the model's `Record`."""
 
-WITHOUT = dict.fromkeys(("warmup_epochs", "scale_lr", "lr_scheduler", "effective_batch_size"))
-"""Arguments of compile that would change rates or batches during a trial."""
-
 
 @contextlib.contextmanager
 def untouched(model: Model) -> Iterator[None]:
@@ -436,8 +435,16 @@ def untouched(model: Model) -> Iterator[None]:
         for optimizer in state.optimizers
     ]
     numbers = random.getstate(), np.random.get_state()
-    record.compilation = dataclasses.replace(
-        compilation, given={**compilation.given, **WITHOUT}, scheduler=None
+    # Without what would change rates or batches during a trial.
+    given = dataclasses.replace(
+        compilation.given,
+        warmup_epochs=None,
+        scale_lr=None,
+        lr_scheduler=None,
+        effective_batch_size=None,
+    )
+    record.compilation = dataclasses.replace(compilation, given=given, scheduler=None).on(
+        compilation.strategy
     )
     state.schedulers = []
     try:

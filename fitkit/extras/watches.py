@@ -505,7 +505,7 @@ class DetectNonFinite(_Detector):
             yield module.register_forward_hook(
                 lambda module, given, output, label=label: self._look(label, output)
             )
-        scaled = str(self.model._fitkit.compilation.precision).lower() in ("16", "16-mixed")
+        scaled = str(self.model._fitkit.compilation.given.precision).lower() in ("16", "16-mixed")
         if scaled or not self.gradients:
             return
         for name, parameter in net.named_parameters():

@@ -18,8 +18,9 @@ from fitkit.errors import CheckpointError, FitkitError, with_code
 from fitkit.losses.names import LOSSES
 from fitkit.module import REDUCTIONS, LogOptions, Module
 from fitkit.optimizers import HOW
+from fitkit.progress import Progress
 from fitkit.random_states import check_random_state
-from fitkit.training.resume import Progress
+from fitkit.typing import PlainData
 
 _AS_NOW = (
     "loss", "loss_weights", "lr_scheduler", "accumulate_grad_batches", "gradient_clip_val",
@@ -31,7 +32,7 @@ _OBJECT = "an object"
 """Stands for what no file can hold."""
 
 
-def plain_options(optimizer: Optimizer) -> dict[str, Any]:
+def plain_options(optimizer: Optimizer) -> PlainData:
     """What an optimizer was made with, as plain data; schedulers don't change it."""
     options = {
         name: float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
@@ -41,7 +42,7 @@ def plain_options(optimizer: Optimizer) -> dict[str, Any]:
     return {name: value for name, value in options.items() if is_plain(value)}
 
 
-def differences(model: Module, path: str, compiled: object, training: dict[str, Any]) -> str:
+def differences(model: Module, path: str, compiled: object, training: PlainData) -> str:
     """What of `compile`'s arguments contradicts a checkpoint, and which of both holds; "" if none.
 
     A model that was never compiled is only to predict, and nothing is said.
@@ -52,10 +53,10 @@ def differences(model: Module, path: str, compiled: object, training: dict[str, 
         training: what `training_state` gave then.
     """
     given = model._fitkit.compilation.given
-    if not model._fitkit.compilation.names_optimizer and given["loss"] is None:
+    if not model._fitkit.compilation.names_optimizer and given.loss is None:
         return ""
     kept = _kept_options(model._fitkit.fit_state.optimizers, training)
-    anew = _other_arguments(given, compiled)
+    anew = _other_arguments(given.as_dict(), compiled)
     if not kept and not anew:
         return ""
     parts = [f"the file's {', '.join(kept)}"] if kept else []
@@ -68,7 +69,7 @@ def differences(model: Module, path: str, compiled: object, training: dict[str, 
     )
 
 
-def _kept_options(optimizers: list[Optimizer], training: dict[str, Any]) -> list[str]:
+def _kept_options(optimizers: list[Optimizer], training: PlainData) -> list[str]:
     """The optimizers' options that the file overrules."""
     found = []
     for optimizer, entry in zip(optimizers, training.get("optimizers", []), strict=False):
@@ -81,7 +82,7 @@ def _kept_options(optimizers: list[Optimizer], training: dict[str, Any]) -> list
     return found
 
 
-def _other_arguments(given: dict[str, Any], compiled: object) -> list[str]:
+def _other_arguments(given: dict[str, object], compiled: object) -> list[str]:
     """The arguments that overrule the file, where both are known."""
     named = compiled.get("named") if isinstance(compiled, dict) else None
     if not isinstance(named, dict):
@@ -96,7 +97,7 @@ def _other_arguments(given: dict[str, Any], compiled: object) -> list[str]:
     return found
 
 
-def _meaning(name: str, value: Any) -> Any:
+def _meaning(name: str, value: object) -> object:
     """What tells whether two words mean the same."""
     try:
         if name == "precision":
@@ -108,12 +109,12 @@ def _meaning(name: str, value: Any) -> Any:
     return _plainer(value)
 
 
-def _plainer(value: Any) -> Any:
+def _plainer(value: object) -> object:
     """A value with lists in place of tuples."""
     return [_plainer(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     """Whether a value is data that any file can hold, and no object."""
     if isinstance(value, (list, tuple)):
         return all(is_plain(item) for item in value)
@@ -122,7 +123,7 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (str, int, float, bool))
 
 
-def check_training(training: dict[str, Any], path: str) -> None:
+def check_training(training: PlainData, path: str) -> None:
     """Refuse what `training_state` never gives.
 
     Raises:
@@ -158,7 +159,7 @@ def check_training(training: dict[str, Any], path: str) -> None:
             raise ValueError(f"rate_factor={describe(factor)} isn't a positive number")
 
 
-def check_progress(progress: Progress, training: dict[str, Any], path: str) -> None:
+def check_progress(progress: Progress, training: PlainData, path: str) -> None:
     """Refuse what `progress_of` never gives.
 
     Args:
@@ -233,7 +234,7 @@ class _Refusing:
             ) from error
 
 
-def check_scheduler_state(scheduler: Any, state: dict[str, Any], path: str) -> None:
+def check_scheduler_state(scheduler: Any, state: PlainData, path: str) -> None:
     """Refuse what a scheduler like this one never gives.
 
     Torch's classes put any names and values of a state into the object itself, methods included.
@@ -251,7 +252,7 @@ def check_scheduler_state(scheduler: Any, state: dict[str, Any], path: str) -> N
             raise ValueError(problem)
 
 
-def try_scheduler_state(scheduler: Any, state: dict[str, Any], path: str) -> None:
+def try_scheduler_state(scheduler: Any, state: PlainData, path: str) -> None:
     """Refuse a state that a scheduler takes and can't move on from."""
     try:
         scheduler.load_state_dict(copy.deepcopy(state))
@@ -270,7 +271,7 @@ def try_scheduler_state(scheduler: Any, state: dict[str, Any], path: str) -> Non
         ) from error
 
 
-def _misfits(found: Any, there: Any, path: str) -> Iterator[str]:
+def _misfits(found: object, there: object, path: str) -> Iterator[str]:
     """The parts where the value of a scheduler's state has another type than the current one."""
     if isinstance(there, Counter):  # MultiStepLR's milestones
         counts = [*found, *found.values()] if isinstance(found, Counter) else [found]
@@ -291,7 +292,7 @@ def _misfits(found: Any, there: Any, path: str) -> Iterator[str]:
         yield f"{path} is {describe(found)}, but a value like {describe(there)} is expected"
 
 
-def _is_same_kind(found: Any, there: Any) -> bool:
+def _is_same_kind(found: object, there: object) -> bool:
     if isinstance(there, torch.Tensor) or isinstance(found, torch.Tensor):  # a rate may be one
         return _is_single(found) and _is_single(there)
     if there is None or found is None:
@@ -301,14 +302,14 @@ def _is_same_kind(found: Any, there: Any) -> bool:
     return type(found) is type(there)
 
 
-def _is_single(value: Any) -> bool:
+def _is_single(value: object) -> bool:
     """Whether a value is a number, or a tensor of one real number."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex()
     return _is_number(value)
 
 
-def _check_scaler(scaler: dict[str, Any]) -> None:
+def _check_scaler(scaler: PlainData) -> None:
     """Refuse what torch's GradScaler never gives; one that is switched off gives nothing."""
     if not scaler:
         return
@@ -323,7 +324,7 @@ def _check_scaler(scaler: dict[str, Any]) -> None:
             raise ValueError(f"a loss scaler's {name}={describe(value)} is invalid")
 
 
-def _check_noted(noted: dict[str, Any]) -> None:
+def _check_noted(noted: PlainData) -> None:
     _has("noted", noted, {"sums": dict, "metrics": (dict, type(None)), "logged": dict})
     for name in ("steps", "padding", "rank"):
         _check_count(name, noted.get(name, 0))
@@ -348,19 +349,19 @@ def _check_noted(noted: dict[str, Any]) -> None:
             raise ValueError("the options of a logged value aren't those of self.log")
 
 
-def _dicts(name: str, value: Any) -> list[dict[str, Any]]:
+def _dicts(name: str, value: object) -> list[PlainData]:
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         raise ValueError(f"{name} isn't a list of dicts")
     return value
 
 
-def _lists(name: str, value: Any) -> list[list[Any]]:
+def _lists(name: str, value: object) -> list[list[Any]]:
     if not isinstance(value, list) or not all(isinstance(entry, list) for entry in value):
         raise ValueError(f"{name} has values that aren't lists")
     return value
 
 
-def _has(name: str, entry: Any, kinds: dict[str, Any]) -> None:
+def _has(name: str, entry: object, kinds: PlainData) -> None:
     if not isinstance(entry, dict):
         raise ValueError(f"{name} isn't a dict")
     for key, kind in kinds.items():
@@ -368,10 +369,10 @@ def _has(name: str, entry: Any, kinds: dict[str, Any]) -> None:
             raise ValueError(f"{name} has no usable {key!r}")
 
 
-def _check_count(name: str, value: Any) -> None:
+def _check_count(name: str, value: object) -> None:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"{name}={describe(value)} isn't a number from 0")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)

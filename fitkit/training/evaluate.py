@@ -114,7 +114,10 @@ def _share_of_steps(source: Source, steps: int | None, collectives: Collectives)
 def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
     """Run `predict` on this rank; return the outputs of all ranks' batches, in input order."""
     strategy: Strategy = model._fitkit.compilation.strategy
-    data_ranks, group_size = strategy.data_ranks, model._fitkit.compilation.steps_per_execution
+    data_ranks, group_size = (
+        strategy.data_ranks,
+        model._fitkit.compilation.given.steps_per_execution,
+    )
     with surroundings(model, "predict", arguments.source.batch_size):
         source = rank_source(model, arguments.source, training=False, steps=arguments.steps)
         context, step = predict_step_for(model)
@@ -177,7 +180,7 @@ def _params(
         "steps": arguments.steps or source.steps,
         "samples": source.samples,
         "batch_size": source.batch_size,
-        "steps_per_execution": model._fitkit.compilation.steps_per_execution,
+        "steps_per_execution": model._fitkit.compilation.given.steps_per_execution,
         "validation_steps": None,
         "verbose": arguments.verbose,
     }
@@ -381,7 +384,7 @@ class EvaluationPlan:
         index, empty = -1, 0
         with self:
             batches = self.batches(self._step.mover.bring_each(iter(mine)))
-            for group in in_groups(batches, model._fitkit.compilation.steps_per_execution):
+            for group in in_groups(batches, model._fitkit.compilation.given.steps_per_execution):
                 has_rows = False
                 for index, batch in group:
                     if batch is NoRows:

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -25,6 +25,7 @@ from fitkit.errors import (
 )
 from fitkit.module import Module
 from fitkit.samples import LABELS
+from fitkit.typing import AnyCallable, Tree
 
 ONE_SAMPLE = re.compile(r"Expected more than 1 value per channel")
 DEVICE_ERRORS = re.compile(r"same device|is on cpu, different from other tensors")
@@ -44,9 +45,9 @@ CONTAINER_ERRORS = re.compile(
 
 def raise_explained(
     error: Exception,
-    net: Callable[..., Any],
-    x: Any,
-    y: Any,
+    net: AnyCallable,
+    x: Tree,
+    y: Tree,
     name: str = "x",
     *,
     needs_target: bool = False,
@@ -69,7 +70,7 @@ def raise_explained(
 
 
 def explained(
-    error: Exception, net: Callable[..., Any], x: Any, y: Any, name: str = "x"
+    error: Exception, net: AnyCallable, x: Tree, y: Tree, name: str = "x"
 ) -> FitkitError | None:
     """Return a clearer error for one that a batch caused, or None.
 
@@ -159,7 +160,7 @@ def explained(
     return None
 
 
-def _of_targets(error: Exception, x: Any, y: Any, name: str) -> FitkitError | None:
+def _of_targets(error: Exception, x: Tree, y: Tree, name: str) -> FitkitError | None:
     """A clearer error for one that arose in a loss."""
     text = str(error)
     if y is None or not isinstance(error, (RuntimeError, ValueError, IndexError)):
@@ -186,7 +187,7 @@ def _of_targets(error: Exception, x: Any, y: Any, name: str) -> FitkitError | No
     return None
 
 
-def _calls_in(error: Exception, net: Callable[..., Any]) -> Iterator[FrameType]:
+def _calls_in(error: Exception, net: AnyCallable) -> Iterator[FrameType]:
     """The calls of forward, of the net and of its layers, within which an error arose."""
     modules = {id(module) for module in getattr(net, "modules", list)()}
     step = error.__traceback__
@@ -204,12 +205,12 @@ def _is_own(call: FrameType) -> bool:
     return not call.f_globals.get("__name__", "").startswith("torch.")
 
 
-def _takes_whole(calls: list[FrameType], x: Any) -> bool:
+def _takes_whole(calls: list[FrameType], x: Tree) -> bool:
     """Whether the net got the inputs as one argument."""
     return bool(calls) and any(value is x for value in calls[0].f_locals.values())
 
 
-def _channels_last(text: str, x: Any) -> str:
+def _channels_last(text: str, x: Tree) -> str:
     """Say what to write if images have Keras's order (N, H, W, C); return "" otherwise."""
     found = CHANNEL_ERRORS.search(text)
     images = [
@@ -229,7 +230,7 @@ def _raised_by_torch(error: Exception) -> bool:
     return raised_in_torch(error) or isinstance(error, (TypeError, AttributeError, IndexError))
 
 
-def _layer(error: Exception, net: Callable[..., Any]) -> str:
+def _layer(error: Exception, net: AnyCallable) -> str:
     """Name the layer of the net that an error comes from: ` in its layer '2', Linear(…)`."""
     names = {id(module): name for name, module in getattr(net, "named_modules", dict)()}
     found = ""
@@ -248,7 +249,7 @@ def _first_line(text: str) -> str:
     return f"torch says: {line}{'' if line.endswith('.') else '.'}"
 
 
-def _signature(net: Callable[..., Any]) -> str:
+def _signature(net: AnyCallable) -> str:
     inner = getattr(net, "net", None)
     target = inner if isinstance(inner, torch.nn.Module) else net
     try:
@@ -257,7 +258,7 @@ def _signature(net: Callable[..., Any]) -> str:
         return "(…)"
 
 
-def shape_words(tree: Any, name: str) -> str:
+def shape_words(tree: Tree, name: str) -> str:
     """Describe the shapes and dtypes in a tree for a message: `x has shape (32, 64), float32`."""
     parts = []
     for path, leaf in trees.leaves_with_paths(tree):
@@ -342,7 +343,7 @@ def suggestions(model: Module, verb: str, batch_size: int | None, held: int) -> 
         yield "batches of half as many samples"
     elif batch_size > 1:
         smaller = f"batch_size={-(-batch_size // 2)}"
-        steps = 2 * compilation.accumulate_grad_batches
+        steps = 2 * compilation.given.accumulate_grad_batches
         yield f"{smaller} with accumulate_grad_batches={steps}" if learns else smaller
     if strategy.precision.name == "32-true" and strategy.device.type != "cpu":
         yield "precision='bf16-mixed', with which activations take about half"

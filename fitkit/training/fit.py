@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -16,6 +15,7 @@ from fitkit.callbacks.base import SHORT_NAMES, overrides
 from fitkit.callbacks.callback_list import report_error
 from fitkit.callbacks.monitor import why_none
 from fitkit.callbacks.progress import with_built_in
+from fitkit.compilation import Compilation
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import NoRows, Source, Stream, in_groups
 from fitkit.distributed.collectives import Collectives
@@ -24,26 +24,28 @@ from fitkit.distributed.sync_batchnorm import synchronized
 from fitkit.errors import ConfigurationError, warn
 from fitkit.modes import kept_in_evaluation, modes_restored, to_training
 from fitkit.module import Module
+from fitkit.optimizers import warn_of_flags
+from fitkit.progress import Progress
 from fitkit.random_states import random_state, set_random_state
 from fitkit.schedulers import VALIDATION_NAME
 from fitkit.training import unsaved
 from fitkit.training.evaluate import evaluate_source, users_look
 from fitkit.training.log import LazyLogs, reduced, warn_of_empty
-from fitkit.training.optimizing import warn_of_flags
 from fitkit.training.own_step import Step, StepContext, running, step_for
 from fitkit.training.rates import Rates
 from fitkit.training.resume import (
-    Progress,
     continue_from,
     epoch_continued,
     give_states,
     progress_of,
+    restore_history,
 )
-from fitkit.training.settings import Compilation, FitArguments
+from fitkit.training.settings import FitArguments
 from fitkit.training.snapshot import contents, weights_of
 from fitkit.training.step import CompiledStep
 from fitkit.training.surroundings import rank_source, surroundings
 from fitkit.training.update import updates_for
+from fitkit.typing import Batch, PlainData, Values
 
 BATCH_HOOKS = (*SHORT_NAMES, *SHORT_NAMES.values())
 """Hooks in which a callback can stop an epoch."""
@@ -100,7 +102,7 @@ class Fit:
         self.collectives.broadcast_tensors([*compilation.loss_parameters()])
         self.source: Source = rank_source(model, arguments.source, training=True)
         if isinstance(self.source.whole, ArraySource):
-            self.source.whole.ahead = compilation.steps_per_execution
+            self.source.whole.ahead = compilation.given.steps_per_execution
         self.held_out: Source | None = None
         if arguments.held_out is not None:
             self.held_out = rank_source(
@@ -114,16 +116,16 @@ class Fit:
         self.epoch: int = arguments.initial_epoch
         self.steps_done: int = 0
         self.steps_before: int = 0  # in the epoch before it was interrupted
-        self.batch: Any = None  # of the last step, as the source gave it; None between epochs
-        self.logs: dict[str, Any] | None = None  # of the last epoch, until the next one begins
-        self.noted_before: list[dict[str, Any]] = []  # by all ranks, in these steps
-        self.accumulate: int = arguments.accumulate or compilation.accumulate_grad_batches
+        self.batch: Batch = None  # of the last step, as the source gave it; None between epochs
+        self.logs: Values | None = None  # of the last epoch, until the next one begins
+        self.noted_before: list[PlainData] = []  # by all ranks, in these steps
+        self.accumulate: int = arguments.accumulate or compilation.given.accumulate_grad_batches
         # The batches between two calls of the batch hooks.
         self.group_size: int = arguments.callback_list.batches_between_hooks(
-            compilation.steps_per_execution
+            compilation.given.steps_per_execution
         )
-        self.validated: dict[str, Any] | None = None  # see Progress.validated
-        self.seen_values: dict[str, Any] = {}
+        self.validated: PlainData | None = None  # see Progress.validated
+        self.seen_values: Values = {}
         self.validated_names: set[str] = set()
         self.doubts: list[str] = []
         self.resumed: Progress | None = arguments.resumed
@@ -141,8 +143,7 @@ class Fit:
         steps = self.stream.steps  # of an epoch; None if unknown
         updates = None if steps is None else -(-steps // self.accumulate)
         # Create the optimizers after the module is on its device.
-        state = model._fitkit.fit_state
-        self.optimizers: list[Optimizer] = state.optimizers_for(model)
+        self.optimizers: list[Optimizer] = model._made_optimizers()
         unsaved.note(model)
         warn_of_flags(model)
         self.strategy.engine = self.strategy.engine_for(model, self.optimizers)
@@ -169,7 +170,7 @@ class Fit:
             rates=self.rates,
             joins_steps=self.group_size > 1,
         )
-        self.requires_grad: list[Any] = [p.requires_grad for p in compilation.trainable(model)]
+        self.requires_grad: list[bool] = [p.requires_grad for p in compilation.trainable(model)]
         self.validation: tuple[StepContext, Step] | None = None
         self.in_evaluation: list[torch.nn.Module] = []  # submodules that stay in evaluation mode
         self.history: History = History()
@@ -189,9 +190,9 @@ class Fit:
             self.warn_of_doubts()
             self.in_evaluation = kept_in_evaluation(model._weights_module())
             if self.resumed is not None:  # after on_train_begin, which resets callbacks
-                self.resumed.restore_history(self.history)
+                restore_history(self.history, self.resumed)
                 give_states(arguments.callback_list.callbacks, self.resumed.callbacks)
-            logs: dict[str, Any] = {n: values[-1] for n, values in self.history.history.items()}
+            logs: Values = {n: values[-1] for n, values in self.history.history.items()}
             # A callback may have ended the training in the epoch of the checkpoint.
             has_ended = self.resumed is not None and not self.steps_before and self._any_stops()
             for epoch in range(arguments.initial_epoch, 0 if has_ended else arguments.epochs):
@@ -214,7 +215,7 @@ class Fit:
 
     def built_in_callbacks(self) -> list[Callback]:
         """Return the history, preceded by the device monitor if `compile` asked for one."""
-        measured = self.compilation.log_gpu_memory
+        measured = self.compilation.given.log_gpu_memory
         if measured is None:
             return [self.history]
         from fitkit.callbacks import DeviceStatsMonitor
@@ -244,21 +245,19 @@ class Fit:
     @contextlib.contextmanager
     def batch_norms_synchronized(self) -> Iterator[None]:
         """Compute batch normalisation over all ranks' batches, if `compile` asked for it."""
-        if self.compilation.sync_batchnorm and self.strategy.replicas > 1:
+        if self.compilation.given.sync_batchnorm and self.strategy.replicas > 1:
             raise ConfigurationError(
                 f"sync_batchnorm=True doesn't work with strategy={self.strategy.name!r}, which "
                 f"has {self.strategy.replicas} replicas in one process. Write strategy='ddp', "
                 "which has a process for each device."
             )
-        if not self.compilation.sync_batchnorm or self.collectives.world_size == 1:
+        if not self.compilation.given.sync_batchnorm or self.collectives.world_size == 1:
             yield
             return
         with synchronized(self.model) as self.step.synchronization:
             yield
 
-    def run_epoch(
-        self, epoch: int, callbacks: CallbackList, last: dict[str, Any]
-    ) -> dict[str, Any]:
+    def run_epoch(self, epoch: int, callbacks: CallbackList, last: Values) -> Values:
         """Train for an epoch, validate, and call the callbacks.
 
         Returns:
@@ -375,7 +374,7 @@ class Fit:
         self.steps_done = steps
         self.stream.note(steps)
 
-    def _warn_of_non_finite(self, epoch: int, logs: dict[str, Any]) -> None:
+    def _warn_of_non_finite(self, epoch: int, logs: Values) -> None:
         """Warn once, on rank 0, that a loss isn't finite."""
         if self.has_warned_of_non_finite or self.collectives.rank:
             return
@@ -453,7 +452,7 @@ class Fit:
         self.model.stop_training = self._any_stops()
         return self.model.stop_training
 
-    def _validate(self, callbacks: CallbackList, epoch: int) -> dict[str, Any]:
+    def _validate(self, callbacks: CallbackList, epoch: int) -> Values:
         """Evaluate the validation data; return the values by their names in an epoch's logs."""
         assert self.held_out is not None
         if self.validation is None:
@@ -512,9 +511,13 @@ class Fit:
         """Whether no batch waits for others to complete an update, so that a save is complete."""
         return self.update.is_between_updates
 
+    def progress(self) -> Progress:
+        """Return how far the training is, as a checkpoint stores it. Collective."""
+        return progress_of(self)
+
     def contents(
         self, *, spread: bool = False, trainable_only: bool = False
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    ) -> tuple[PlainData, PlainData]:
         """Return a checkpoint's weights, and all its other contents; tensors aren't copied.
 
         Args:
@@ -526,11 +529,11 @@ class Fit:
         """
         return contents(self.model, spread=spread, trainable_only=trainable_only)
 
-    def weights(self, *, spread: bool = False, trainable_only: bool = False) -> dict[str, Any]:
+    def weights(self, *, spread: bool = False, trainable_only: bool = False) -> PlainData:
         """Return the weights in a checkpoint, as `contents` does."""
         return weights_of(self.model, spread=spread, trainable_only=trainable_only)
 
-    def params(self) -> dict[str, Any]:
+    def params(self) -> PlainData:
         """Return what callbacks are given in `params`."""
         arguments = self.arguments
         validation = self.held_out.steps if self.held_out is not None else None

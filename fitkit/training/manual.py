@@ -9,13 +9,13 @@ import torch
 
 from fitkit.distributed.strategies import Engine, Strategy
 from fitkit.errors import ConfigurationError, warn
+from fitkit.fit_state import FitState
 from fitkit.hooks import overridden
 from fitkit.losses import Count
 from fitkit.modes import weights_cast_anew
 from fitkit.module import Module
-from fitkit.training.optimizing import FitState
 from fitkit.training.own_step import Step
-from fitkit.training.settings import DEFAULTS
+from fitkit.typing import Batch
 
 
 def nothing_if(loss: torch.Tensor, count: float | torch.Tensor) -> torch.Tensor:
@@ -46,7 +46,7 @@ class Manual:
         self._updates_before: int | None = None  # of the epoch; None before its first batch
         self._has_warned = False
 
-    def __call__(self, batch: Any, index: int) -> None:
+    def __call__(self, batch: Batch, index: int) -> None:
         state, updates = self._state, self._state.updates
         if self._updates_before is None:
             self._updates_before = updates
@@ -140,15 +140,16 @@ def check_manual(model: Module) -> None:
             "training_step runs once for each part of a batch, and each would make an update. "
             "Write strategy='ddp', or let fit make the updates."
         )
-    for name in (
-        "gradient_clip_val",
-        "accumulate_grad_batches",
-        "effective_batch_size",
-        "warmup_epochs",
+    given = compilation.given
+    for name, value, default in (
+        ("gradient_clip_val", given.gradient_clip_val, None),
+        ("accumulate_grad_batches", given.accumulate_grad_batches, 1),
+        ("effective_batch_size", given.effective_batch_size, None),
+        ("warmup_epochs", given.warmup_epochs, 0),
     ):
-        if compilation.given[name] not in (None, 0, DEFAULTS[name]):
+        if value not in (None, default):
             raise ConfigurationError(
-                f"{name}={compilation.given[name]!r} has no effect with automatic_optimization = "
+                f"{name}={value!r} has no effect with automatic_optimization = "
                 "False, because training_step makes the updates. Do it there, and leave out "
                 f"{name}."
             )

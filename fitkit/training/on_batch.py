@@ -294,7 +294,7 @@ def _can_be_kept(model: Module, stage: str, step: Any) -> bool:
         and strategy.world.size == 1
         and strategy.replicas == 1
         and not strategy.has_engine
-        and compilation.memory_format is None
+        and compilation.given.memory_format is None
         and compilation.loss.own is None
         and not (stage == "training" and state.scalings)
     )
@@ -328,8 +328,8 @@ def _needs_little(model: Module, kept: KeptStep, count: int) -> bool:
         and not (model._forward_hooks or model._forward_pre_hooks)
         and not (model._backward_hooks or model._backward_pre_hooks or _has_any_global_hook())
         and compilation.strategy.precision.is_plain
-        and compilation.jit_compile is False
-        and not any(compilation.given[name] is not None for name in FLAGS)
+        and compilation.given.jit_compile is False
+        and not any(getattr(compilation.given, name) is not None for name in FLAGS)
         and not compilation.loss_modules
         and not any(map(is_schedule_free, state.optimizers))
     )
@@ -470,6 +470,7 @@ def fit_batch(
 ) -> dict[str, Any]:
     """Make one update on one batch in this process; return the loss and metrics before it."""
     state, steps = model._fitkit.fit_state, model._fitkit.kept_steps
+    assert type(steps) is KeptSteps
     kept = steps.take("training") if class_weights is None else None
     found = _fit_shortly(model, kept, arrays)
     if found is not None:
@@ -481,7 +482,7 @@ def fit_batch(
         with unchanged_on_error(model, modules):
             if kept is None:
                 place(model)
-                state.optimizers_for(model)  # their number decides which step is built
+                model._made_optimizers()  # their number decides which step is built
             trains = modules is not None and all(module.training for module in modules)
             if modules is None or not (trains and has_plain_modes(modules)):
                 to_training(model, kept_in_evaluation(model._weights_module()))
@@ -532,13 +533,16 @@ def _fit_shortly(
             raise_out_of_memory(error, model, "train_on_batch")
             raise
     model._fitkit.log_names = [*values]
-    model._fitkit.kept_steps.give(model, batch, kept)
+    steps = model._fitkit.kept_steps
+    assert type(steps) is KeptSteps
+    steps.give(model, batch, kept)
     return values
 
 
 def evaluate_batch(model: Module, arrays: tuple[Any, ...]) -> dict[str, Any]:
     """Compute one batch's loss and metrics in this process."""
     steps = model._fitkit.kept_steps
+    assert type(steps) is KeptSteps
     kept = steps.take("test")
     found = _evaluate_shortly(model, "test_on_batch", kept, arrays)
     if found is not None:
@@ -562,6 +566,7 @@ def evaluate_batch(model: Module, arrays: tuple[Any, ...]) -> dict[str, Any]:
 def predict_batch(model: Module, x: Any) -> Any:
     """Compute the net's outputs for one batch; return them as NumPy arrays."""
     steps, arrays = model._fitkit.kept_steps, (x, None, None)
+    assert type(steps) is KeptSteps
     kept = steps.take("predict")
     found = _evaluate_shortly(model, "predict_on_batch", kept, arrays)
     if found is not None:
@@ -601,7 +606,9 @@ def _evaluate_shortly(
         except Exception as error:
             raise_out_of_memory(error, model, verb)
             raise
-    model._fitkit.kept_steps.give(model, batch, kept)
+    steps = model._fitkit.kept_steps
+    assert type(steps) is KeptSteps
+    steps.give(model, batch, kept)
     return found
 
 

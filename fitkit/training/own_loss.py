@@ -12,6 +12,7 @@ from torch import nn
 from fitkit import trees
 from fitkit.losses.loss import OwnLoss
 from fitkit.outputs import is_hugging_face
+from fitkit.typing import Tree
 
 ITEMS = "num_items_in_batch"
 """What Hugging Face's nets divide the sum of their loss by, if they are given it."""
@@ -20,14 +21,14 @@ ITEMS = "num_items_in_batch"
 class TakesInputs(Protocol):
     """Says which inputs a net takes (`step.Caller`)."""
 
-    def takes(self, x: Any, name: str) -> bool:
+    def takes(self, x: Tree, name: str) -> bool:
         """Whether an input of this name may be among those passed by keyword."""
 
-    def takes_any_keyword(self, x: Any) -> bool:
+    def takes_any_keyword(self, x: Tree) -> bool:
         """Whether inputs of any name may be among them."""
 
 
-def takes_items_in_batch(net: nn.Module, caller: TakesInputs, x: Any) -> bool:
+def takes_items_in_batch(net: nn.Module, caller: TakesInputs, x: Tree) -> bool:
     """Whether a net may give its loss's sum: by its signature, or by one of Hugging Face's in it,
     to which it passes on any keyword."""
     if caller.takes(x, ITEMS):
@@ -50,7 +51,7 @@ def ask_for_sum(own: OwnLoss, computed: Callable[[Any], Any], x: Mapping[str, An
 def ask_for_rows(
     own: OwnLoss,
     computed: Callable[[Any], Any],
-    prediction: Any,
+    prediction: Tree,
     x: Mapping[str, Any],
     y: Any,
     *,
@@ -71,9 +72,10 @@ def ask_for_rows(
         return
 
     def asked(*rows: int) -> tuple[torch.Tensor, Any]:
-        def some(leaf: Any) -> Any:
-            has_rows = isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == len(y)
-            return leaf[list(rows)] if has_rows else leaf
+        def some(leaf: object) -> object:
+            if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == len(y):
+                return leaf[list(rows)]
+            return leaf
 
         return y[list(rows)], computed(trees.map_leaves(some, x))
 

@@ -28,6 +28,7 @@ from fitkit.hooks import has_own_steps, overridden, step_arguments
 from fitkit.losses import Count, Term, checked_count
 from fitkit.losses.class_weights import ClassWeights
 from fitkit.module import LogOptions, Module, is_metric
+from fitkit.record import Context
 from fitkit.samples import samples_of
 from fitkit.training.jit.programs import compiles_updates, traces_gradients
 from fitkit.training.log import Logbook, Logged
@@ -162,56 +163,13 @@ class StepContext:
             self.log(*entry)
 
 
-Cleanups = tuple[contextlib.ExitStack, contextlib.ExitStack]
-
-
-class StepContexts:
-    """The contexts of the calls that run on a model, one per thread. A copy of a model has none.
-
-    Attributes:
-        by_thread: the contexts, by thread number.
-        cleanups_by_thread: the clean-ups of the innermost run in each thread: those that come
-            last, and those of callbacks with `swaps_weights`, which come first.
-        placing: a lock held while a thread moves the model to its device.
-    """
-
-    def __init__(self) -> None:
-        self.by_thread: dict[int, StepContext] = {}
-        self.cleanups_by_thread: dict[int, Cleanups] = {}
-        self.placing: Any = threading.RLock()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StepContexts, ()
-
-    @property
-    def cleanups(self) -> Cleanups | None:
-        """What this thread's innermost run on the model undoes at its end; None without a run."""
-        return self.cleanups_by_thread.get(threading.get_ident())
-
-    def put_cleanups(self, cleanups: Cleanups | None) -> None:
-        """Set what `cleanups` gives in this thread."""
-        if cleanups is None:
-            self.cleanups_by_thread.pop(threading.get_ident(), None)
-        else:
-            self.cleanups_by_thread[threading.get_ident()] = cleanups
-
-    @property
-    def current(self) -> StepContext | None:
-        """This thread's context. A helper thread (of a replica or autograd) gets the context of the
-        thread that it helps, if only one is possible."""
-        found = self.by_thread.get(threading.get_ident())
-        if found is None and len(contexts := list(self.by_thread.values())) == 1:
-            return contexts[0]
-        return found
-
-
 class running(contextlib.AbstractContextManager[StepContext]):  # noqa: N801
     """Make a context the model's current one in this thread. Calls may nest."""
 
     __slots__ = ("_before", "_context", "_contexts")
 
     def __init__(self, model: Module, context: StepContext) -> None:
-        self._contexts: dict[int, StepContext] = model._fitkit.contexts.by_thread
+        self._contexts: dict[int, Context] = model._fitkit.contexts.by_thread
         self._context = context
 
     def __enter__(self) -> StepContext:

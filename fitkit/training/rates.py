@@ -2,95 +2,31 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any
 
+import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fitkit.distributed.collectives import Collectives
-from fitkit.errors import ConfigurationError, warn
+from fitkit.errors import CheckpointError, ConfigurationError, warn
+from fitkit.fit_state import FitState, put_back
 from fitkit.module import Module
-from fitkit.optimizers import members_of
-from fitkit.schedulers import VALIDATION_NAME, Span, step_of
+from fitkit.optimizers import first_rate, members_of, put_rate
+from fitkit.schedulers import (
+    VALIDATION_NAME,
+    PlannedScheduler,
+    SchedulerChoice,
+    Span,
+    own_interval,
+)
+from fitkit.training.check_state import check_scheduler_state
 from fitkit.training.own_step import Step
 from fitkit.training.settings import FitArguments
-
-SCALINGS: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
-"""How the rate grows with the number of ranks. None: not at all."""
-
+from fitkit.typing import PlainData, Values
 
 LENGTHS = ("T_max", "total_steps", "total_iters")
 """The entries of a scheduler's state that give its length."""
-
-
-@dataclasses.dataclass
-class PlannedScheduler:
-    """A scheduler, and when it moves.
-
-    Attributes:
-        scheduler: the scheduler.
-        interval: `"epoch"` or `"step"` (an update).
-        frequency: it moves once in this many intervals.
-        monitor: the log that it watches; None if it watches nothing.
-        optimizer: the optimizer whose rates it sets.
-        strict: whether a missing monitored log is an error. If not, there is one warning.
-        follows_fit: whether its length is the training's.
-        name: the name that LearningRateMonitor gives its rates; None for `learning_rate`.
-        passed: how many of its intervals are over. A checkpoint keeps it.
-    """
-
-    scheduler: Any
-    interval: str = "epoch"
-    frequency: int = 1
-    monitor: str | None = None
-    optimizer: Optimizer | None = None
-    strict: bool = True
-    follows_fit: bool = False
-    name: str | None = None
-    passed: int = 0
-
-    @property
-    def watches(self) -> bool:
-        """Whether it needs a log's value."""
-        return isinstance(self.scheduler, ReduceLROnPlateau)
-
-    @property
-    def keeps_state(self) -> bool:
-        """Whether a checkpoint can keep the scheduler's position."""
-        names = ("state_dict", "load_state_dict")
-        return all(callable(getattr(self.scheduler, name, None)) for name in names)
-
-    def state(self) -> dict[str, Any]:
-        """The scheduler's part of a checkpoint."""
-        return self.scheduler.state_dict() if self.keeps_state else {}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from a stored state."""
-        if self.keeps_state:
-            self.scheduler.load_state_dict(state)
-
-    def stepper(self) -> Callable[[], None]:
-        """The function to call after each of its intervals. Each call counts one."""
-        scheduler = self.scheduler
-        # One with a fixed length (OneCycleLR) keeps its last rate after it.
-        total = getattr(scheduler, "total_steps", None)
-        step, takes_number = step_of(scheduler, self.interval)
-        if total is None and self.frequency == 1 and not takes_number:
-            return step
-
-        def move() -> None:
-            self.passed += 1
-            is_due = self.passed % self.frequency == 0
-            if is_due and takes_number:
-                step(self.passed // self.frequency)
-            elif is_due and (total is None or scheduler.last_epoch + 1 < total):
-                step()
-
-        return move
 
 
 class WarmUp:
@@ -109,15 +45,13 @@ class WarmUp:
         done: the number of its updates that are over.
     """
 
-    def __init__(
-        self, groups: list[dict[str, Any]], updates: int, start: float, done: int = 0
-    ) -> None:
+    def __init__(self, groups: list[PlainData], updates: int, start: float, done: int = 0) -> None:
         self._groups = groups
         self._targets = [group["lr"] for group in groups]
         self._updates = updates
         self._start = start
         self._done = done
-        self._last: list[Any] = []
+        self._last: list[float | torch.Tensor] = []
         self._set()
 
     @property
@@ -125,7 +59,7 @@ class WarmUp:
         """Whether the rates have reached their targets."""
         return self._done >= self._updates
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> PlainData:
         """Its part of a checkpoint."""
         self._follow()
         return {"done": self._done, "targets": [float(target) for target in self._targets]}
@@ -184,16 +118,16 @@ class Rates:
         self._arguments = arguments
         self._step = step
         self._data_ranks: Collectives = compilation.strategy.data_ranks
-        factor = state.scale_rates(compilation.scale_lr, self._data_ranks.world_size)
+        factor = state.scale_rates(compilation.given.scale_lr, self._data_ranks.world_size)
         resumed = arguments.resumed
-        length = _warm_up_length(compilation.warmup_epochs, updates)
+        length = _warm_up_length(compilation.given.warmup_epochs, updates)
         done = arguments.initial_epoch * (updates or 0) + before
         if resumed is not None and resumed.warm_up is not None:
             done = round(resumed.warm_up["done"] * resumed.shares / self._data_ranks.world_size)
         elif resumed is not None:  # it is over, or never was
             length = min(length, done)
         span = Span(arguments.epochs, updates, length, arguments.initial_epoch, before)
-        self._schedulers: list[PlannedScheduler] = state.schedulers_for(
+        self._schedulers: list[PlannedScheduler] = schedulers_for(
             model, span, resumes=resumed is not None
         )
         self._warm_up: WarmUp | None = None
@@ -214,7 +148,7 @@ class Rates:
         """Whether there is no warmup, or it is over."""
         return self._warm_up is None or self._warm_up.is_over
 
-    def state(self) -> dict[str, Any] | None:
+    def state(self) -> PlainData | None:
         """The warmup's part of a checkpoint. None if it is over, since schedulers move the rates
         then."""
         return None if self._warm_up is None or self._warm_up.is_over else self._warm_up.state()
@@ -229,7 +163,7 @@ class Rates:
         """Whether a scheduler needs a step's value before the next step."""
         return any(plan.watches and plan.interval == "step" for plan in self._schedulers)
 
-    def after_update_of(self, optimizer: Optimizer) -> Callable[[], Any] | None:
+    def after_update_of(self, optimizer: Optimizer) -> Callable[[], object] | None:
         """The function to call after each update of an optimizer; None if nothing moves."""
         own = members_of(optimizer)
         moves = [
@@ -251,7 +185,7 @@ class Rates:
 
         return move_all
 
-    def after_validation(self, epoch: int, values: dict[str, Any]) -> None:
+    def after_validation(self, epoch: int, values: Values) -> None:
         """Move the schedulers that watch a value of a validation within an epoch."""
         for plan, _ in self._at_epochs if self.are_warm else ():
             if plan.watches and (epoch + 1) % plan.frequency == 0:
@@ -259,7 +193,7 @@ class Rates:
                 if value is not None:
                     plan.scheduler.step(value)
 
-    def after_epoch(self, epoch: int, values: dict[str, Any], seen: Collection[str]) -> None:
+    def after_epoch(self, epoch: int, values: Values, seen: Collection[str]) -> None:
         """Move the schedulers that move at epochs.
 
         Args:
@@ -332,7 +266,7 @@ class Rates:
         value = logbook.results().get(name)
         return None if value is None else float(value), samples
 
-    def _report_missing(self, plan: PlannedScheduler, watched: str, logs: dict[str, Any]) -> None:
+    def _report_missing(self, plan: PlannedScheduler, watched: str, logs: Values) -> None:
         """Raise because the logs lack what a scheduler watches; if it isn't strict, warn once."""
         there = ", ".join(logs)
         if plan.monitor is not None:
@@ -366,5 +300,96 @@ def _warm_up_length(epochs: float | None, updates: int | None) -> int:
     return max(1, round(epochs * updates))
 
 
-def _value_in(logs: dict[str, Any], names: tuple[str, ...]) -> Any:
+def _value_in(logs: Values, names: tuple[str, ...]) -> float | None:
     return next((logs[name] for name in names if logs.get(name) is not None), None)
+
+
+def schedulers_for(model: Module, span: Span, *, resumes: bool) -> list[PlannedScheduler]:
+    """The schedulers of a fit, over the optimizers, which exist.
+
+    A scheduler that gets its length from `fit` (`"cosine"`) is built again for each fit, and
+    moved to where the fit begins. All others are built once and continue. They get the states
+    of a checkpoint. So does one of `fit`'s length, if a training of that length is resumed.
+
+    Args:
+        span: the training's length, and where the fit begins.
+        resumes: whether the fit resumes a saved training.
+    """
+    state, choice = model._fitkit.fit_state, model._fitkit.compilation.scheduler
+    follows_fit = choice is not None and choice.follows_fit
+    if choice is not None and (follows_fit or not state.schedulers):
+        _make_schedulers(state, choice, span)
+    if follows_fit and not (resumes and _has_stored_lengths(state)):
+        state.stored_schedulers, state.stored_groups = [], []
+        _move_to(state.schedulers, span)
+    else:
+        restore_schedulers(state)
+    return state.schedulers
+
+
+def _make_schedulers(state: FitState, choice: SchedulerChoice, span: Span) -> None:
+    """Make one for each optimizer. An instance belongs to the optimizer it was made for."""
+    if state.schedulers or (choice.follows_fit and state.stored_schedulers):
+        for group in state.groups:
+            put_rate(group, first_rate(group))
+    state.schedulers = []
+    for optimizer in choice.optimizers_among(state.optimizers):
+        scheduler = choice.build(optimizer, span)
+        state.schedulers.append(
+            PlannedScheduler(
+                scheduler,
+                choice.interval or own_interval(scheduler),
+                choice.frequency,
+                monitor=choice.monitor,
+                optimizer=optimizer,
+                follows_fit=choice.follows_fit,
+            )
+        )
+
+
+def _has_stored_lengths(state: FitState) -> bool:
+    """Whether the schedulers are as long as those of the checkpoint."""
+    stored = [entry["state"] for entry in state.stored_schedulers]
+    return len(stored) == len(state.schedulers) and all(
+        there.get(name) == getattr(plan.scheduler, name, None)
+        for plan, there in zip(state.schedulers, stored, strict=True)
+        for name in LENGTHS
+    )
+
+
+def _move_to(schedulers: list[PlannedScheduler], span: Span) -> None:
+    """Move schedulers, which are new, to where a fit begins."""
+    for plan in schedulers:
+        # torch warns if a scheduler moves before its optimizer.
+        plan.optimizer._opt_called = True  # type: ignore[union-attr]
+        past, move = span.past(plan.interval), plan.stepper()
+        for _ in range(past):
+            move()
+        plan.passed = past
+
+
+def restore_schedulers(state: FitState) -> None:
+    """Give schedulers the states from a checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint has other schedulers.
+    """
+    stored, state.stored_schedulers = state.stored_schedulers, []
+    groups, state.stored_groups = state.stored_groups, []
+    if not stored or not state.schedulers:
+        return
+    wanted = [entry["class"] for entry in stored]
+    classes = [type(plan.scheduler).__name__ for plan in state.schedulers]
+    if wanted != classes:
+        raise CheckpointError(
+            f"The checkpoint has the schedulers {', '.join(wanted)}, but the model is compiled "
+            f"with {', '.join(classes)}. Compile it as it was, or use load_weights."
+        )
+    for plan, entry in zip(state.schedulers, stored, strict=True):
+        check_scheduler_state(plan.scheduler, entry["state"], "The checkpoint")
+    for plan, entry in zip(state.schedulers, stored, strict=True):
+        plan.load_state(entry["state"])
+        plan.passed = entry.get("passed", 0)
+    # Making a scheduler has reset the rates.
+    for group, settings in zip(state.groups, groups, strict=True):
+        put_back(group, settings)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -13,85 +12,54 @@ from fitkit.arguments import describe
 from fitkit.callbacks import Callback, History
 from fitkit.checkpoint.folders import written_at
 from fitkit.data.arrays import fingerprints
+from fitkit.data.batches import Source, Stream
+from fitkit.distributed.collectives import Collectives
+from fitkit.distributed.strategies import Strategy
 from fitkit.errors import CheckpointError, ConfigurationError, warn
+from fitkit.module import Module
+from fitkit.progress import Progress
 from fitkit.random_states import random_state, set_random_state
 from fitkit.training.log import noted_by
+from fitkit.training.own_step import Step, StepContext
+from fitkit.training.rates import Rates
+from fitkit.training.settings import FitArguments
+from fitkit.typing import FilePath, PlainData, Values
 
 ORDER = ("batch_size", "samples", "shuffle")
 """The facts about the data that decide which samples were used before an interruption."""
 
 
-@dataclasses.dataclass
-class Progress:
-    """How far a training is, as plain data.
+class Training(Protocol):
+    """The running `Fit`, as far as its progress is concerned. See there for the attributes."""
 
-    Attributes:
-        epoch: the epoch to continue with, from 0.
-        steps: the number of steps made in it.
-        number: the number of the pass over the data.
-        batches: how many of the pass's batches are done, over all ranks.
-        began: each rank's random state when the pass began; None before the first.
-        random: each rank's random state now.
-        seed: the seed of in-memory data's order; None if there is none.
-        loader: the state of a loader that keeps its own; otherwise None.
-        noted: what each rank has recorded of the epoch: sums, metrics' states, logged values,
-            steps.
-        history: the epochs' numbers, and the values by name.
-        warm_up: the updates made and the target rates; None without a warmup.
-        callbacks: each callback's class, what it watches, and its state, in their order.
-        data: facts that decide the data's order, and that identify the data.
-        shares: the number of shares of the data, which may be fewer than the ranks.
-        validated: the epoch's last validation within it: the `steps` and `updates` made before it,
-            and its `values`. None if there was none.
-    """
-
+    model: Module
+    arguments: FitArguments
+    strategy: Strategy
+    collectives: Collectives
+    data_rank_count: int
+    source: Source
+    stream: Stream
+    context: StepContext
+    step: Step
+    rates: Rates
     epoch: int
-    steps: int
-    number: int
-    batches: int
-    began: list[dict[str, Any] | None]
-    random: list[dict[str, Any]]
-    seed: int | None
-    loader: dict[str, Any] | None
-    noted: list[dict[str, Any]]
-    history: dict[str, Any]
-    warm_up: dict[str, Any] | None
-    callbacks: list[dict[str, Any]]
-    data: dict[str, Any]
-    shares: int
-    validated: dict[str, Any] | None
+    steps_done: int
+    steps_before: int
+    noted_before: list[PlainData]
+    logs: Values | None
+    history: History
+    validated: PlainData | None
+    resumed: Progress | None
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for a file."""
-        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+    @property
+    def is_between_updates(self) -> bool: ...
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any], path: str) -> Progress:
-        """Read what `as_dict` returned. Names that a later version has added are ignored.
 
-        Raises:
-            CheckpointError: something is missing. `check_progress` refuses invalid values.
-        """
-        values: dict[str, Any] = {}
-        for item in dataclasses.fields(cls):
-            if item.name not in data:
-                raise CheckpointError(
-                    f"{path} has no {item.name!r} in its progress, so this version of "
-                    "fitkit can't resume from it. Load its weights with load_weights."
-                )
-            values[item.name] = data[item.name]
-        return cls(**values)
-
-    def restore_history(self, history: History) -> None:
-        """Give a history the epochs so far."""
-        history.epoch = list(self.history["epoch"])
-        history.history = copy_lists(self.history["history"])
-        history.validations = list(self.history.get("validations", []))
-
-    def of_rank(self, rank: int, what: str) -> dict[str, Any] | None:
-        """A rank's entry of `began` or `random`. Rank 0's, if there were fewer ranks."""
-        states: list[dict[str, Any] | None] = getattr(self, what)
-        return states[rank] if rank < len(states) else None
+def restore_history(history: History, progress: Progress) -> None:
+    """Give a history the epochs so far."""
+    history.epoch = list(progress.history["epoch"])
+    history.history = copy_lists(progress.history["history"])
+    history.validations = list(progress.history.get("validations", []))
 
 
 def copy_lists(values: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -99,7 +67,7 @@ def copy_lists(values: dict[str, list[Any]]) -> dict[str, list[Any]]:
     return {name: list(entries) for name, entries in values.items()}
 
 
-def progress_of(run: Any) -> Progress:
+def progress_of(run: Training) -> Progress:
     """How far a training is, as a checkpoint stores it.
 
     Args:
@@ -132,7 +100,7 @@ def progress_of(run: Any) -> Progress:
     everyones = run.collectives.gather((position.began, drawn))
     begins_pass = has_ended and run.arguments.steps_per_epoch is None
     epochs, values = list(run.history.epoch), copy_lists(run.history.history)
-    if has_ended and run.epoch not in epochs:
+    if run.logs is not None and run.epoch not in epochs:
         # The history is updated after the callbacks, one of which may be saving now.
         epochs.append(run.epoch)
         for name, value in run.logs.items():
@@ -160,7 +128,7 @@ def progress_of(run: Any) -> Progress:
     )
 
 
-def continue_from(run: Any, progress: Progress) -> None:
+def continue_from(run: Training, progress: Progress) -> None:
     """Continue in the data where a training was interrupted.
 
     Args:
@@ -194,13 +162,13 @@ def continue_from(run: Any, progress: Progress) -> None:
 
 
 @contextlib.contextmanager
-def epoch_continued(run: Any, epoch: int) -> Iterator[None]:
+def epoch_continued(run: Training, epoch: int) -> Iterator[None]:
     """Surround an epoch's beginning, so that an interrupted training continues exactly.
 
     Within an interrupted epoch, the callbacks' hooks at its beginning ran before the interruption.
     What they log, draw and set now is undone.
     """
-    progress: Progress | None = run.resumed
+    progress = run.resumed
     if progress is None or epoch != progress.epoch:
         yield
         return
@@ -218,21 +186,21 @@ def epoch_continued(run: Any, epoch: int) -> Iterator[None]:
     _restore_random_state(run, random)
 
 
-def _restore_random_state(run: Any, random: dict[str, Any] | None) -> None:
+def _restore_random_state(run: Training, random: PlainData | None) -> None:
     if random is not None:
         set_random_state(random, run.stream.generators, _replicas(run))
 
 
-def _replicas(run: Any) -> Sequence[torch.device] | None:
+def _replicas(run: Training) -> Sequence[torch.device] | None:
     """The devices of a process that computes on several; None for the rank's own."""
     return run.strategy.devices if run.strategy.replicas > 1 else None
 
 
-def _words(data: dict[str, Any]) -> str:
+def _words(data: PlainData) -> str:
     return ", ".join(f"{name}={describe(value)}" for name, value in data.items())
 
 
-def check_data(source: Any, progress: Progress) -> None:
+def check_data(source: Source, progress: Progress) -> None:
     """Refuse data that differ from those of the saved training.
 
     Raises:
@@ -250,21 +218,21 @@ def check_data(source: Any, progress: Progress) -> None:
         )
 
 
-def _kind(callback: Callback) -> dict[str, Any]:
+def _kind(callback: Callback) -> PlainData:
     """What identifies a callback: a state is useful only to one that watches the same."""
     monitor = getattr(callback, "monitor", None)
     watched = monitor if isinstance(monitor, str) else getattr(monitor, "name", None)
     return {"class": type(callback).__name__, "monitor": watched}
 
 
-def _order_of(source: Any) -> dict[str, Any]:
+def _order_of(source: Source) -> PlainData:
     """The facts by `ORDER`, of data or of the whole that they are a shard of."""
     whole = source.whole
     values = (whole.batch_size, whole.samples, getattr(whole, "shuffle", None))
     return dict(zip(ORDER, values, strict=True))
 
 
-def facts_of(source: Any) -> dict[str, Any]:
+def facts_of(source: Source) -> PlainData:
     """The facts that decide the data's order, and that identify the data."""
     loader = getattr(source.whole, "loader", None)
     if loader is None:
@@ -284,12 +252,12 @@ def facts_of(source: Any) -> dict[str, Any]:
     }
 
 
-def states_of(callbacks: list[Callback]) -> list[dict[str, Any]]:
+def states_of(callbacks: list[Callback]) -> list[PlainData]:
     """Each callback's class, what it watches, and its state."""
     return [{**_kind(callback), "state": callback.state_dict()} for callback in callbacks]
 
 
-def give_states(callbacks: list[Callback], states: list[dict[str, Any]]) -> None:
+def give_states(callbacks: list[Callback], states: list[PlainData]) -> None:
     """Give callbacks the states that `states_of` returned for callbacks of their kind."""
     left = list(states)
     for callback in callbacks:
@@ -299,7 +267,7 @@ def give_states(callbacks: list[Callback], states: list[dict[str, Any]]) -> None
             _give_state(callback, stored["state"])
 
 
-def _give_state(callback: Callback, state: Any) -> None:
+def _give_state(callback: Callback, state: PlainData) -> None:
     try:
         check_callback_state(callback, state)
         callback.load_state_dict(state)
@@ -312,7 +280,7 @@ def _give_state(callback: Callback, state: Any) -> None:
         ) from error
 
 
-def check_callback_state(callback: Any, state: Any) -> None:
+def check_callback_state(callback: Callback, state: object) -> None:
     """Refuse values of fitkit's own callbacks that have another type than they keep.
 
     Raises:
@@ -330,7 +298,14 @@ def check_callback_state(callback: Any, state: Any) -> None:
             )
 
 
-def checkpoint_to_resume(asked: Any, callbacks: list[Any]) -> Any:
+@runtime_checkable
+class Saver(Protocol):
+    """A callback that knows the newest checkpoint that it has saved."""
+
+    def last_path(self) -> str | None: ...
+
+
+def checkpoint_to_resume(asked: FilePath | None, callbacks: list[Callback]) -> FilePath | None:
     """The path of the checkpoint to resume from; None to start from the beginning.
 
     Args:
@@ -343,7 +318,7 @@ def checkpoint_to_resume(asked: Any, callbacks: list[Any]) -> Any:
         CheckpointError: callbacks have checkpoints, and all are damaged.
     """
     is_last = isinstance(asked, str) and asked == "last"
-    savers = [c for c in callbacks if hasattr(c, "last_path")]
+    savers = [callback for callback in callbacks if isinstance(callback, Saver)]
     if is_last and not savers:
         raise ConfigurationError(
             "resume_from='last' needs a callback that saves checkpoints (ModelCheckpoint or "
@@ -354,7 +329,7 @@ def checkpoint_to_resume(asked: Any, callbacks: list[Any]) -> Any:
     return asked if found is None and not is_last else found
 
 
-def _newest(savers: list[Any]) -> str | None:
+def _newest(savers: Sequence[Saver]) -> str | None:
     """The newest checkpoint that callbacks know; None if there is none.
 
     Raises:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ConfigurationError
 from fitkit.optimizers import members_of
+from fitkit.typing import CompilerOptions
 
 NEEDS_GRAPH = re.compile(r"create_graph|not have a? ?grad_fn")
 """What such optimizers, and torch in them, say of gradients without a graph."""
@@ -24,7 +24,7 @@ def needs_graph(optimizer: Optimizer) -> bool:
 
 
 def backward_with_graph(
-    optimizer: Optimizer, strategy: Strategy, *, scales: bool, jit_compile: Any
+    optimizer: Optimizer, strategy: Strategy, *, scales: bool, jit_compile: bool | CompilerOptions
 ) -> Callable[..., None]:
     """What computes gradients that the optimizer can differentiate.
 

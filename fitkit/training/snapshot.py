@@ -8,16 +8,19 @@ import inspect
 import os
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.optim import Optimizer
 
 import fitkit.checkpoint as files
 from fitkit.arguments import describe, plain_settings
 from fitkit.callbacks import History
 from fitkit.errors import ArgumentTypeError, CheckpointError, FitkitError, warn
+from fitkit.fit_state import FitState
 from fitkit.module import Module
 from fitkit.optimizers import OPTIMIZERS, class_of, held_by, instances_in, load_state, put_rate
+from fitkit.progress import Progress
 from fitkit.training import unsaved
 from fitkit.training.check_state import (
     check_progress,
@@ -28,8 +31,13 @@ from fitkit.training.check_state import (
     plain_options,
     try_scheduler_state,
 )
-from fitkit.training.resume import Progress, progress_of
+from fitkit.training.rates import restore_schedulers
+from fitkit.training.resume import restore_history
 from fitkit.trees import map_leaves
+from fitkit.typing import FilePath, PlainData
+
+Found = TypeVar("Found")
+Made = TypeVar("Made", bound=Module)
 
 NAMED = (
     "optimizer", "loss", "metrics", "weighted_metrics", "target", "learning_rate", "loss_weights",
@@ -39,7 +47,7 @@ NAMED = (
 """The arguments of `compile` that a file keeps, if they were given by name."""
 
 
-def save(model: Module, path: Any) -> None:
+def save(model: Module, path: FilePath) -> None:
     """Write weights, optimizers, schedulers and progress to one file, completely or not at all.
 
     Ranks:
@@ -61,7 +69,7 @@ def save(model: Module, path: Any) -> None:
         raise problem
 
 
-def save_weights(model: Module, path: Any, *, trainable_only: bool = False) -> None:
+def save_weights(model: Module, path: FilePath, *, trainable_only: bool = False) -> None:
     """Write the weights only, or only those that learn. Rank 0 writes.
 
     Ranks:
@@ -71,7 +79,7 @@ def save_weights(model: Module, path: Any, *, trainable_only: bool = False) -> N
     _write(model, path, weights_of(model, spread=spread, trainable_only=trainable_only), None)
 
 
-def _write(model: Module, path: Any, weights: dict[str, Any], state: dict[str, Any] | None) -> None:
+def _write(model: Module, path: FilePath, weights: PlainData, state: PlainData | None) -> None:
     """Write a file, or a folder: within a run rank 0 writes the file, and all ranks the folder."""
     strategy, is_folder = model._fitkit.compilation.strategy, files.is_folder_name(path)
     if is_folder:
@@ -88,7 +96,7 @@ def _write(model: Module, path: Any, weights: dict[str, Any], state: dict[str, A
 
 def contents(
     model: Module, *, spread: bool = False, trainable_only: bool = False
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[PlainData, PlainData]:
     """The content of a checkpoint now: weights, and everything else. The tensors are in use.
 
     Args:
@@ -101,31 +109,29 @@ def contents(
     """
     run = model._fitkit.fit_state.run
     collect = _collector(model, spread=spread)
-    progress = model._fitkit.fit_state.progress if run is None else progress_of(run)
+    progress = model._fitkit.fit_state.progress if run is None else run.progress()
     state = {
         "compiled": named_arguments(model),
-        "settings": plain_settings(model._fitkit.compilation.given),
+        "settings": plain_settings(model._fitkit.compilation.given.as_dict()),
         "progress": None if progress is None else progress.as_dict(),
     }
     with model._fitkit.fit_state.evaluated() as train_weights:
         make = _state_dict_of(model, trainable_only)
-        found: tuple[dict[str, Any], dict[str, Any]] = collect(
+        found: tuple[PlainData, PlainData] = collect(
             lambda: (make(), {**state, "training": training_state(model, train_weights)})
         )
         return found if train_weights is None else _copied(found)
 
 
-def weights_of(
-    model: Module, *, spread: bool = False, trainable_only: bool = False
-) -> dict[str, Any]:
+def weights_of(model: Module, *, spread: bool = False, trainable_only: bool = False) -> PlainData:
     """The evaluation weights. Arguments and ranks are as for `contents`."""
     collect = _collector(model, spread=spread)
     with model._fitkit.fit_state.evaluated() as train_weights:
-        found: dict[str, Any] = collect(_state_dict_of(model, trainable_only))
+        found: PlainData = collect(_state_dict_of(model, trainable_only))
         return found if train_weights is None else _copied(found)
 
 
-def _state_dict_of(model: Module, trainable_only: bool) -> Callable[[], dict[str, Any]]:
+def _state_dict_of(model: Module, trainable_only: bool) -> Callable[[], PlainData]:
     """A function that returns the weights to save."""
     module, strategy = model._weights_module(), model._fitkit.compilation.strategy
     if not trainable_only:
@@ -157,14 +163,17 @@ def _collector(model: Module, *, spread: bool) -> Callable[[Callable[[], Any]], 
     return engine.parts if spread else engine.whole
 
 
-def _copied(found: Any) -> Any:
+def _copied(found: Found) -> Found:
     """A copy that stays when a schedule-free optimizer returns to its training weights."""
-    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, found)
+    copied: Found = map_leaves(
+        lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, found
+    )
+    return copied
 
 
 def training_state(
     model: Module, train_weights: list[list[torch.Tensor]] | None = None
-) -> dict[str, Any]:
+) -> PlainData:
     """Optimizers, schedulers and counters, as plain data.
 
     Args:
@@ -214,10 +223,10 @@ def _losses_of(model: Module) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def _check_losses(model: Module, training: dict[str, Any], path: str) -> None:
+def _check_losses(model: Module, training: PlainData, path: str) -> None:
     """Refuse values of other losses than the model's."""
 
-    def shapes(losses: list[dict[str, torch.Tensor]]) -> list[dict[str, Any]]:
+    def shapes(losses: list[dict[str, torch.Tensor]]) -> list[PlainData]:
         return [
             {name: (tuple(t.shape), t.is_complex()) for name, t in loss.items()} for loss in losses
         ]
@@ -235,13 +244,13 @@ def _names_of(model: Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
-def _names_in(optimizer: Any, names: dict[int, str]) -> list[list[str]]:
+def _names_in(optimizer: Optimizer, names: dict[int, str]) -> list[list[str]]:
     """The names of each group's parameters; "" for one that isn't the model's."""
     return [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
 
 
 def load(
-    model: Module, path: Any, agree: Callable[[Progress | None], None] = lambda progress: None
+    model: Module, path: FilePath, agree: Callable[[Progress | None], None] = lambda progress: None
 ) -> None:
     """Restore weights, optimizers and schedulers. Everything is checked before anything changes.
 
@@ -278,7 +287,7 @@ def load(
     model._fitkit.fit_state.progress = progress
     if progress is not None:
         model.history = History()
-        progress.restore_history(model.history)
+        restore_history(model.history, progress)
 
 
 def _assign(
@@ -337,7 +346,7 @@ def _dtypes_and_devices(model: Module) -> list[tuple[torch.dtype, torch.device]]
 
 
 def checked_training(
-    model: Module, training: dict[str, Any], path: str, targets: Iterable[Any] = ()
+    model: Module, training: PlainData, path: str, targets: Iterable[Any] = ()
 ) -> Any:
     """A function that restores optimizers and schedulers, after a check that they fit.
 
@@ -358,7 +367,7 @@ def checked_training(
         return begin_anew
     undo = state.restorer()
     try:
-        optimizers = state.optimizers_for(model)
+        optimizers = model._made_optimizers()
         classes = [type(optimizer).__name__ for optimizer in optimizers]
         wanted = [entry["class"] for entry in stored]
         if classes != wanted:
@@ -391,19 +400,19 @@ def checked_training(
         if any(plan.follows_fit for plan in state.schedulers):
             state.schedulers = []  # each fit makes them
         elif state.schedulers:
-            state.restore_schedulers()
+            restore_schedulers(state)
         _restore_counters(state, training)
 
     return restore
 
 
-def _restore_counters(state: Any, training: dict[str, Any]) -> None:
+def _restore_counters(state: FitState, training: PlainData) -> None:
     state.updates = int(training.get("updates", 0))
     state.rate_factor = float(training.get("rate_factor", 1.0))
     state.stored_scalings = list(training.get("scalings", []))
 
 
-def _check_schedulers(model: Module, training: dict[str, Any], path: str) -> None:
+def _check_schedulers(model: Module, training: PlainData, path: str) -> None:
     """Refuse other schedulers than the file's, as far as they are known before they are made."""
     choice = model._fitkit.compilation.scheduler
     now = [type(plan.scheduler).__name__ for plan in model._fitkit.fit_state.schedulers]
@@ -429,7 +438,7 @@ def _check_schedulers(model: Module, training: dict[str, Any], path: str) -> Non
         try_scheduler_state(scheduler, entry["state"], path)
 
 
-def _check_order(model: Module, optimizer: Any, entry: dict[str, Any], path: str) -> None:
+def _check_order(model: Module, optimizer: Optimizer, entry: PlainData, path: str) -> None:
     """Refuse parameters that torch identifies by order only, if their order is another now."""
     now = _names_in(optimizer, _names_of(model))
     then = entry.get("names") or now
@@ -440,7 +449,7 @@ def _check_order(model: Module, optimizer: Any, entry: dict[str, Any], path: str
         )
 
 
-def _check_own_weights(optimizer: Any, entry: dict[str, Any], path: str) -> None:
+def _check_own_weights(optimizer: Optimizer, entry: PlainData, path: str) -> None:
     """Refuse training weights that don't fit the parameters."""
     shapes = [tuple(weight.shape) for weight in entry.get("weights", [])]
     if shapes and shapes != [tuple(parameter.shape) for parameter in held_by(optimizer)]:
@@ -450,13 +459,13 @@ def _check_own_weights(optimizer: Any, entry: dict[str, Any], path: str) -> None
         )
 
 
-def named_arguments(model: Module) -> dict[str, Any]:
+def named_arguments(model: Module) -> PlainData:
     """`compile`'s arguments as plain data. Others become None and a note.
 
     Optimizer instances of classes with names are described by name, arguments and groups.
     """
-    given, names = model._fitkit.compilation.given, _names_of(model)
-    plain: dict[str, Any] = {"named": {}, "objects": []}
+    given, names = model._fitkit.compilation.given.as_dict(), _names_of(model)
+    plain: PlainData = {"named": {}, "objects": []}
     for name in NAMED:
         value = given[name]
         if name == "optimizer" and value is None:
@@ -485,12 +494,12 @@ def named_arguments(model: Module) -> dict[str, Any]:
     return plain
 
 
-def _plain_part(group: dict[str, Any]) -> dict[str, Any]:
+def _plain_part(group: PlainData) -> PlainData:
     """A group's settings that a file can hold."""
     return {name: value for name, value in group.items() if name != "params" and is_plain(value)}
 
 
-def _made_again(instance: Any, model: Module) -> torch.optim.Optimizer | None:
+def _made_again(instance: object, model: Module) -> Optimizer | None:
     """An optimizer that `named_arguments` described; None if its parts aren't the model's.
 
     Raises:
@@ -504,7 +513,7 @@ def _made_again(instance: Any, model: Module) -> torch.optim.Optimizer | None:
     kind = OPTIMIZERS[instance["class"]]
     taken = inspect.signature(kind).parameters
 
-    def settings(given: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    def settings(given: PlainData, names: Iterable[str]) -> PlainData:
         plain = {name: given[name] for name in names if name in given}
         return {n: tuple(v) if isinstance(v, list) else v for n, v in plain.items()}
 
@@ -519,7 +528,9 @@ def _made_again(instance: Any, model: Module) -> torch.optim.Optimizer | None:
     return kind(groups, **options)
 
 
-def restored_model(path: Any, net: torch.nn.Module, make: Any) -> Any:
+def restored_model(
+    path: FilePath, net: torch.nn.Module, make: Callable[[torch.nn.Module], Made]
+) -> Made:
     """A compiled model as a file describes it.
 
     Args:
@@ -576,7 +587,7 @@ def restored_model(path: Any, net: torch.nn.Module, make: Any) -> Any:
     return model
 
 
-def _compiled(compiled: object) -> tuple[dict[str, Any] | None, list[Any]]:
+def _compiled(compiled: object) -> tuple[PlainData | None, list[Any]]:
     """`compile`'s arguments in a file, and the names of those that were objects."""
     parts = compiled if isinstance(compiled, dict) else {}
     named, objects = parts.get("named"), parts.get("objects", [])

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fitkit import trees
+from fitkit.compilation import MEMORY_FORMATS
 from fitkit.data.batches import check_weights, unpack_batch, warn_of_second_target
 from fitkit.data.sharding import RankBatch
 from fitkit.data.to_device import LABEL_KEYS, Mover, Transfer
@@ -36,7 +37,6 @@ from fitkit.samples import Counted, counted, counted_in, said_by, samples_in
 from fitkit.training.explain import raise_explained, shape_words
 from fitkit.training.log import Logbook
 from fitkit.training.own_loss import ask_for_rows, ask_for_sum, takes_items_in_batch
-from fitkit.training.settings import MEMORY_FORMATS
 
 
 class CompiledStep:
@@ -99,7 +99,7 @@ class CompiledStep:
         self.logbook: Logbook = Logbook(compilation.metrics.begin())
         self.logbook.doubts = model._fitkit.doubts
         self._speaks = strategy.collectives.rank == 0
-        self._has_target = compilation.target is not None
+        self._has_target = compilation.given.target is not None
         self.meters: CompiledMetrics | None = self.logbook.meters or None
         self.class_weights = class_weights
         self.all_targets: list[Any] = all_targets or []
@@ -445,7 +445,7 @@ def unpacker_of(model: Module, name: str | None = None) -> Callable[[Any], tuple
     Args:
         name: the data's name for messages; None if the targets may be missing.
     """
-    target = model._fitkit.compilation.target
+    target = model._fitkit.compilation.given.target
     if target is None:
         return unpack_batch
     caller = caller_of(model)
@@ -690,9 +690,9 @@ def _spreads(forward: Any) -> bool:
 def mover_of(model: Module) -> Mover:
     """The mover of batches to the model's device, in the model's dtype."""
     compilation = model._fitkit.compilation
-    strategy, word = compilation.strategy, compilation.memory_format
+    strategy, word = compilation.strategy, compilation.given.memory_format
     format_of_images = None if word is None else MEMORY_FORMATS[word]
-    labels = (*LABEL_KEYS, *trees.leaves(compilation.target or ()))
+    labels = (*LABEL_KEYS, *trees.leaves(compilation.given.target or ()))
     dtype = strategy.precision.input_dtype(model)
     transfer = Transfer(strategy.device, dtype, format_of_images, labels)
     own = model.transfer_batch_to_device if overridden(model, "transfer_batch_to_device") else None

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from fitkit.accelerators import current, empty_cache
 from fitkit.buffers import places_of
+from fitkit.compilation import MEMORY_FORMATS
 from fitkit.data.batches import Source
 from fitkit.data.sharding import sharded
 from fitkit.errors import OutOfMemoryError, is_out_of_memory
@@ -28,7 +29,6 @@ from fitkit.module import Module, is_metric
 from fitkit.training.explain import explanation
 from fitkit.training.jit.net import compile_on_this_rank
 from fitkit.training.own_step import StepContext, running
-from fitkit.training.settings import MEMORY_FORMATS
 
 
 @contextlib.contextmanager
@@ -57,16 +57,16 @@ def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Ite
             stack.enter_context(unchanged_on_error(model))
         try:
             for flag, value in (
-                (BENCHMARK, given["benchmark"]),
-                (DETERMINISTIC, given["deterministic"]),
-                (MATMUL_PRECISION, given["matmul_precision"]),
+                (BENCHMARK, given.benchmark),
+                (DETERMINISTIC, given.deterministic),
+                (MATMUL_PRECISION, given.matmul_precision),
             ):
                 if value is not None:
                     stack.enter_context(flag.held(value))
-            compiles = given["jit_compile"] is not False
+            compiles = given.jit_compile is not False
             if verb in ("evaluate", "predict"):  # the others do it where they build their steps
                 place(model)
-            if compiles or given["memory_format"] is not None:
+            if compiles or given.memory_format is not None:
                 stack.enter_context(net_prepared(model))
             yield
         except Exception as error:
@@ -151,8 +151,8 @@ def net_prepared(model: Module) -> Iterator[None]:
     weights stay as they are. There only the batches are laid out.
     """
     compilation = model._fitkit.compilation
-    compile_on_this_rank(model, compilation.jit_compile)
-    word = None if compilation.strategy.has_engine else compilation.memory_format
+    compile_on_this_rank(model, compilation.given.jit_compile)
+    word = None if compilation.strategy.has_engine else compilation.given.memory_format
     try:
         with laid_out(model, word):
             yield
@@ -227,7 +227,7 @@ class ProcessFlag:
         self._lock = threading.RLock()
 
     @contextlib.contextmanager
-    def held(self, value: Any) -> Iterator[None]:
+    def held(self, value: object) -> Iterator[None]:
         """Set the flag for the length of a block; None leaves it unchanged."""
         if value is None:
             yield
@@ -380,7 +380,7 @@ def rank_source(
         source,
         ranks,
         training=training,
-        replace_sampler=compilation.replace_sampler,
+        replace_sampler=compilation.given.replace_sampler,
         scatter=compilation.strategy.reads_on_rank_zero,
         steps=steps,
     )

@@ -23,6 +23,7 @@ from fitkit.data.batches import NoRows
 from fitkit.distributed.precision import CLOSURE, Scaling, match_state
 from fitkit.distributed.strategies import Engine, Strategy
 from fitkit.errors import ConfigurationError, warn
+from fitkit.fit_state import FitState
 from fitkit.hooks import overridden, step_arguments
 from fitkit.losses import Term
 from fitkit.module import Module
@@ -45,7 +46,6 @@ from fitkit.training.manual import (
     manual_backward,
     nothing_if,
 )
-from fitkit.training.optimizing import FitState, configures_its_own
 from fitkit.training.own_step import Step, StepContext
 from fitkit.training.rates import Rates
 from fitkit.training.second_order import backward_with_graph, explained_step, needs_graph
@@ -81,7 +81,7 @@ def updates_for(
     if len(optimizers) > 1 and not several and model.automatic_optimization:
         optimizers = [OptimizerList(optimizers)]
     scalings = state.scalings_for(strategy, len(optimizers) if model.automatic_optimization else 1)
-    state.accumulate = accumulate or model._fitkit.compilation.accumulate_grad_batches
+    state.accumulate = accumulate or model._fitkit.compilation.given.accumulate_grad_batches
     updates = [
         Update(
             model,
@@ -115,7 +115,7 @@ def ready_optimizers(model: Module) -> list[Optimizer]:
     """Return the model's optimizers, with states that match the parameters, ready for a step."""
     trainable = model._fitkit.compilation.trainable(model)
     check_trainable(trainable)
-    optimizers: list[Optimizer] = model._fitkit.fit_state.optimizers_for(model)
+    optimizers: list[Optimizer] = model._made_optimizers()
     is_named = _is_named(model)
     for optimizer in optimizers:
         if is_named:
@@ -129,7 +129,7 @@ def ready_optimizers(model: Module) -> list[Optimizer]:
 
 def _is_named(model: Module) -> bool:
     """Return whether fitkit made the optimizer from a name, and may choose its implementation."""
-    return model._fitkit.compilation.optimizer.is_name and not configures_its_own(model)
+    return model._fitkit.compilation.optimizer.is_name and not model._configures_optimizers
 
 
 class Upcoming:
@@ -221,8 +221,8 @@ class Update:
         self.backward: Callable[..., None] = engine.backward
         if scaling is not None:
             self.backward = partial(scaling.backward, through=self.backward)
-        self._clip_value = compilation.gradient_clip_val
-        self._clip_algorithm = compilation.gradient_clip_algorithm
+        self._clip_value = compilation.given.gradient_clip_val
+        self._clip_algorithm = compilation.given.gradient_clip_algorithm
         # A compiled step has no wrapper that averages gradients within the backward pass. It has a
         # list then, of the buffers that ranks share, which may be empty.
         self._buffers = step.wrapped.shared_buffers
@@ -251,7 +251,7 @@ class Update:
                 optimizer,
                 strategy,
                 scales=scaling is not None,
-                jit_compile=compilation.jit_compile,
+                jit_compile=compilation.given.jit_compile,
             )
         if self._takes_closure and scaling is not None:
             raise ConfigurationError(CLOSURE.format(kind=type(optimizer).__name__))
@@ -266,7 +266,7 @@ class Update:
         describes, or the model's own `training_step`. On several ranks, the training loop must
         average the gradients.
         """
-        options, step = model._fitkit.compilation.jit_compile, self._step
+        options, step = model._fitkit.compilation.given.jit_compile, self._step
         alone = self._is_alone or self._buffers is not None
         if not alone or self._strategy.engine is not None or not step.wrapped.is_bare:
             return None
@@ -278,9 +278,9 @@ class Update:
                 "gradients. PyTorch 2.13 compiles the whole step."
             )
             return None
-        if model._fitkit.jit_update is None:
-            model._fitkit.jit_update = JitUpdate(options)
-        found: JitUpdate = model._fitkit.jit_update
+        found = model._fitkit.jit_update
+        if not isinstance(found, JitUpdate):
+            found = model._fitkit.jit_update = JitUpdate(options)
         found.begin(
             model,
             step,

@@ -17,6 +17,7 @@ from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.errors import ConfigurationError
 from fitkit.module import Module
 from fitkit.training.step import CompiledStep, PredictStep, forward_of
+from fitkit.typing import Batch
 
 NO_GRAPH = re.compile(r"does not require grad")
 """What torch says where a gradient is asked for and there is no graph."""
@@ -33,7 +34,7 @@ def wrapped_for_evaluation(model: Module) -> WrappedModel:
 def first_step(
     model: Module,
     step: Any,
-    batch: Any,
+    batch: Batch,
     index: int = 0,
     make: Callable[[Any, int], Any] | None = None,
 ) -> Any:
@@ -93,5 +94,5 @@ class WithGradients:
         return trees.map_leaves(_detached, outputs)
 
 
-def _detached(leaf: Any) -> Any:
+def _detached(leaf: object) -> object:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf

@@ -27,8 +27,8 @@ from fitkit.callbacks import (
     ThroughputMonitor,
     Timer,
 )
+from fitkit.fit_state import FitState
 from fitkit.training import fit as fit_module
-from fitkit.training.optimizing import FitState
 from tests.nets import classification
 from tests.reference import assert_same_weights
 

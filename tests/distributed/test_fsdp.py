@@ -712,7 +712,7 @@ def test_the_reason_why_something_cannot_be_trained_so_is_told(case):
     make, options, message = UNTRAINABLE[case]
     model = make()
     model.compile(**{"loss": "cross_entropy", "accelerator": "cpu", "devices": 1, **options})
-    optimizers = model._fitkit.fit_state.optimizers_for(model)
+    optimizers = model._made_optimizers()
     with pytest.raises(fitkit.ConfigurationError, match=message):
         check_trains(model, optimizers, "fsdp")
 

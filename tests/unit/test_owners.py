@@ -111,7 +111,9 @@ def test_what_compile_was_given_stays_as_it_was(kind):
             assert repr(now) == repr(value)
         else:
             assert vars(now) == value
-    assert all(one._fitkit.compilation.given[name] is value for name, value in shared.items())
+    assert all(
+        getattr(one._fitkit.compilation.given, name) is value for name, value in shared.items()
+    )
 
 
 OWN_HARDWARE = [
@@ -153,7 +155,7 @@ def test_own_strategies_are_asked_as_before_also_with_what_cant_be_copied():
     shared = Own()
     one, other = compiled(0, strategy=shared), compiled(1, strategy=shared)
     fit(one), fit(other)
-    assert one._fitkit.compilation.given["strategy"] is shared
+    assert one._fitkit.compilation.given.strategy is shared
     assert one._fitkit.compilation.strategy.lock is shared.lock
 
 

@@ -282,7 +282,7 @@ def hyperparameters_of(model: Module, params: dict[str, Any]) -> dict[str, Any]:
     net = model._weights_module()
     return {
         **plain_settings(own if isinstance(own, dict) else {}),
-        **plain_settings(model._fitkit.compilation.given),
+        **plain_settings(model._fitkit.compilation.given.as_dict()),
         "optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers_of(model)),
         "learning_rate": rate_of(model),
         **plain_settings({name: params.get(name) for name in ("epochs", "batch_size")}),

@@ -105,7 +105,7 @@ def confusion_matrix(
 
     Example:
         >>> import fitkit
-        >>> figure = fitkit.extras.pictures.confusion_matrix([0, 1, 1], [0, 1, 0], ["cat", "dog"])
+        >>> figure = fitkit.pictures.confusion_matrix([0, 1, 1], [0, 1, 0], ["cat", "dog"])
     """
     check_choice("normalize", normalize, (None, "true", "pred", "all"))
     counts, names = confusion_counts(y_true, y_pred, labels)

@@ -564,7 +564,7 @@ class Trials:
 
     def _given(self, name: str) -> Any:
         """What `compile` was given."""
-        return self.model._fitkit.compilation.given[name]
+        return getattr(self.model._fitkit.compilation.given, name)
 
 
 def _numbers(model: Model) -> Numbers:

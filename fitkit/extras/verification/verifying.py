@@ -106,7 +106,7 @@ def verify(
             f"x is a {type(x).__name__}, which can be read only once, so that fit would find it "
             "used up. Give arrays, a Dataset or a DataLoader."
         )
-    runs_compiled = bool(compilation.jit_compile) if jit_compile is None else jit_compile
+    runs_compiled = bool(compilation.given.jit_compile) if jit_compile is None else jit_compile
     kept = random_state(source.generators)
     try:
         # A warning in each of the runs would be a row here.

@@ -85,7 +85,7 @@ class JitPass:
         self._predicts = isinstance(step, PredictStep)
         self._programs = programs_of(model, "prediction" if self._predicts else "evaluation")
         self._programs.is_announced = is_announced
-        self._most = compilation.steps_per_execution
+        self._most = compilation.given.steps_per_execution
         self._together = 1
         self._function: Callable[..., Any] = self._computed
         self._plain: Callable[..., Any] = step
@@ -276,7 +276,7 @@ def jit_pass(
     something wraps the net (replicas, shards).
     """
     compilation = model._fitkit.compilation
-    if not compiles_steps(compilation.jit_compile) or model._fitkit.uncompiled is not None:
+    if not compiles_steps(compilation.given.jit_compile) or model._fitkit.uncompiled is not None:
         return None
     if not isinstance(step, (CompiledStep, PredictStep)) or not step.wrapped.is_bare:
         return None
@@ -287,7 +287,8 @@ def jit_pass(
 
 def programs_of(model: Module, what: str) -> Programs:
     """Return the programs that a model keeps for passes of one kind."""
-    kept: dict[str, Programs] = model._fitkit.jit_passes
-    if kept.get(what) is None:  # a copy of a model has None here
-        kept[what] = Programs(model._fitkit.compilation.jit_compile, f"the {what}")
-    return kept[what]
+    kept = model._fitkit.jit_passes
+    found = kept.get(what)
+    if not isinstance(found, Programs):  # a copy of a model has None here
+        found = kept[what] = Programs(model._fitkit.compilation.given.jit_compile, f"the {what}")
+    return found

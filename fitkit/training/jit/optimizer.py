@@ -264,8 +264,8 @@ class JitOptimizer:
         compilation = model._fitkit.compilation
         self._model, self._ranks = model, compilation.strategy.collectives
         self._device: str = compilation.strategy.device.type
-        self._clip_value = compilation.gradient_clip_val
-        self._clip_algorithm = compilation.gradient_clip_algorithm
+        self._clip_value = compilation.given.gradient_clip_val
+        self._clip_algorithm = compilation.given.gradient_clip_algorithm
         self._fit_state = model._fitkit.fit_state
         self._optimizer, self._parameters = optimizer, parameters
         self.groups: list[Group] = []

@@ -214,13 +214,13 @@ def compiles_updates(model: Module) -> bool:
     """Whether the model's options, hooks and optimizers allow compiled updates."""
     compilation, state = model._fitkit.compilation, model._fitkit.fit_state
     strategy = compilation.strategy
-    if not compiles_steps(compilation.jit_compile) or not model._updates_all:
+    if not compiles_steps(compilation.given.jit_compile) or not model._updates_all:
         return False
     if model._fitkit.uncompiled is not None:
         return False
     if strategy.precision.scaler(strategy.device) is not None:
         return False
-    if compilation.sync_batchnorm and strategy.collectives.world_size > 1:
+    if compilation.given.sync_batchnorm and strategy.collectives.world_size > 1:
         return False
     moves_batches = overridden(model, "transfer_batch_to_device")
     if moves_batches and has_own_steps(model, "training"):

@@ -135,7 +135,7 @@ class JitUpdate:
         self.counted = 0
         self._moves_rates = moves_rates
         self._loops = self._programs.may_loop(self._traced.device)
-        self._most = most_steps(compilation.steps_per_execution, loops=self._loops)
+        self._most = most_steps(compilation.given.steps_per_execution, loops=self._loops)
         self._joins_steps = self._may_join and joins_steps and self._most > 1
         self._joins_steps = self._joins_steps and isinstance(step, CompiledStep)
         self._keeps = isinstance(step, CompiledStep) and step.keeps_batches

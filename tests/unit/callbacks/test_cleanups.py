@@ -119,7 +119,7 @@ def state_of(model):
         "attributes": [sorted(vars(module)) for module in modules],
         "run": [record.fit_state.run, record.fit_state.grad_norms, record.contexts.by_thread],
         "clean-ups": dict(record.contexts.cleanups_by_thread),
-        "accumulate": record.compilation.accumulate_grad_batches,
+        "accumulate": record.compilation.given.accumulate_grad_batches,
         "metrics": model.metrics_names,
         "threads": sorted(t.name for t in threading.enumerate()),
         "signals": [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)],

@@ -15,7 +15,7 @@ from fitkit.callbacks import (
 )
 from fitkit.callbacks.rates import rate_of, set_rate
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.training.optimizing import FitState
+from fitkit.fit_state import FitState
 from tests.nets import regression
 from tests.reference import assert_same_weights, plain_loop, slices
 

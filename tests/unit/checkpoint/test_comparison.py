@@ -188,9 +188,9 @@ def test_foreign_settings_change_nothing_and_command_no_terminal(first, settings
         settings = {"a": {"b": [None, {"c": "d"}]}}
     hostile = without(first, change)
     twin = compiled(nets.dense(8, 16, 3), "adam")
-    given = dict(twin._fitkit.compilation.given)
+    given = twin._fitkit.compilation.given.as_dict()
     twin.load(hostile)
-    assert twin._fitkit.compilation.given == given
+    assert twin._fitkit.compilation.given.as_dict() == given
     assert "\x1b" not in shown(first, hostile)
 
 

@@ -193,7 +193,7 @@ def test_nothing_is_left_behind_in_the_model_also_after_an_error():
             raise RuntimeError("enough")
 
     model = compiled(fitkit.Model(SleepyNet()), metrics=False)
-    optimizer = model._fitkit.fit_state.optimizers_for(model)[0]
+    optimizer = model._made_optimizers()[0]
     profiler = Profiler(every=0)
     for callbacks in ([profiler], [profiler, Fails()]):
         with contextlib.suppress(RuntimeError):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fitkit
-from fitkit.training.optimizing import FitState
+from fitkit.fit_state import FitState
 
 
 @pytest.mark.parametrize(("scaling", "factor"), [(None, 1.0), ("linear", 4.0), ("sqrt", 2.0)])

@@ -5,35 +5,32 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fitkit.arguments import check_choice, check_count, check_flag, describe
-from fitkit.callbacks.base import Run
+from fitkit.compilation import Compilation
 from fitkit.distributed.precision import Scaling, scaled_steps
 from fitkit.distributed.spread.in_place import as_parts
 from fitkit.distributed.strategies import Strategy
-from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError, warn
-from fitkit.hooks import overridden
-from fitkit.module import Module
+from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 from fitkit.optimizers import (
     OptimizerChoice,
     check_trainable,
-    first_rate,
     fuse,
     held_by,
     is_schedule_free,
     put_rate,
 )
-from fitkit.schedulers import SchedulerChoice, Span, check_step, check_watched, own_interval
-from fitkit.training.check_state import check_scheduler_state
-from fitkit.training.rates import LENGTHS, SCALINGS, PlannedScheduler
-from fitkit.training.resume import Progress
-from fitkit.training.settings import Compilation
+from fitkit.progress import Progress
+from fitkit.schedulers import PlannedScheduler, check_step, check_watched, own_interval
+from fitkit.typing import Batch, PlainData, Values
 
 SHAPES = (
     "configure_optimizers returns an optimizer, a list of optimizers, two lists (optimizers, "
@@ -47,11 +44,15 @@ SCHEDULER_KEYS = (
 OPTIMIZER_KEYS = ("optimizer", "lr_scheduler", "monitor", "frequency")
 
 
+SCALINGS: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
+"""How the rate grows with the number of ranks. None: not at all."""
+
+
 OwnOptimizers = tuple[list[Optimizer], list[PlannedScheduler], list[int] | None]
 """What `configure_optimizers` makes: optimizers, schedulers, and `FitState.frequencies`."""
 
 
-def read_optimizers(returned: Any) -> OwnOptimizers:
+def read_optimizers(returned: object) -> OwnOptimizers:
     """Parse what `configure_optimizers` returned.
 
     Raises:
@@ -80,26 +81,24 @@ def read_optimizers(returned: Any) -> OwnOptimizers:
     raise ArgumentTypeError(f"configure_optimizers returned {describe(returned)}. {SHAPES}.")
 
 
-def _of_two_lists(optimizers: Any, schedulers: Any) -> OwnOptimizers:
-    for optimizer in optimizers:
-        _check_optimizer(optimizer)
-    if not optimizers:
+def _of_two_lists(optimizers: Sequence[object], schedulers: Sequence[object]) -> OwnOptimizers:
+    checked = [_checked_optimizer(optimizer) for optimizer in optimizers]
+    if not checked:
         raise ConfigurationError(f"configure_optimizers returned no optimizer. {SHAPES}.")
-    planned = [_planned(given, list(optimizers), None) for given in schedulers]
-    return list(optimizers), planned, None
+    return checked, [_planned(given, checked, None) for given in schedulers], None
 
 
-def _of_dicts(dicts: list[Mapping[str, Any]]) -> OwnOptimizers:
+def _of_dicts(dicts: list[Mapping[str, object]]) -> OwnOptimizers:
     optimizers, schedulers, frequencies = [], [], []
-    for given in dicts:
+    for entry in dicts:
+        given: PlainData = dict(entry)
         unknown = set(given) - set(OPTIMIZER_KEYS)
         if unknown or "optimizer" not in given:
             raise ConfigurationError(
                 f"configure_optimizers returned a dict with the keys {list(given)}. It takes "
                 f"'optimizer', and optionally {', '.join(map(repr, OPTIMIZER_KEYS[1:]))}."
             )
-        _check_optimizer(given["optimizer"])
-        optimizers.append(given["optimizer"])
+        optimizers.append(_checked_optimizer(given["optimizer"]))
         if given.get("lr_scheduler") is not None:
             schedulers.append(
                 _planned(given["lr_scheduler"], optimizers[-1:], given.get("monitor"))
@@ -115,15 +114,16 @@ def _of_dicts(dicts: list[Mapping[str, Any]]) -> OwnOptimizers:
     return optimizers, schedulers, frequencies or None
 
 
-def _check_optimizer(optimizer: Any) -> None:
+def _checked_optimizer(optimizer: object) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise ArgumentTypeError(
             f"configure_optimizers returned {describe(optimizer)} as an optimizer. {SHAPES}."
         )
+    return optimizer
 
 
-def _planned(given: Any, optimizers: list[Optimizer], monitor: str | None) -> PlannedScheduler:
-    options: dict[str, Any] = {"scheduler": given}
+def _planned(given: object, optimizers: list[Optimizer], monitor: str | None) -> PlannedScheduler:
+    options: PlainData = {"scheduler": given}
     if isinstance(given, Mapping):
         unknown = set(given) - set(SCHEDULER_KEYS)
         if unknown or "scheduler" not in given:
@@ -171,10 +171,56 @@ def _planned(given: Any, optimizers: list[Optimizer], monitor: str | None) -> Pl
     return planned
 
 
-def _checked_name(name: Any) -> str | None:
+def _checked_name(name: object) -> str | None:
     if name is None or (isinstance(name, str) and name):
         return name
     raise ArgumentTypeError(f"An lr_scheduler's name={describe(name)} must be a string.")
+
+
+class Run(Protocol):
+    """The running `fit`, as far as callbacks use it.
+
+    Attributes:
+        steps_done: the number of steps made in this epoch.
+        is_between_updates: whether no batch waits for others to make an update with it. A save is
+            complete only then.
+        resumed: where the training continues (`epoch`, `steps`); None for a new one.
+        batch: the batch of the last step on this rank, as the source gave it; None between epochs.
+        seen_values: the values of the epoch's last validation, if callbacks have already seen
+            them within the epoch (`on_validation_within_epoch`); else empty.
+        validated_names: the names of the validations' values.
+        callbacks: the user's callbacks.
+        doubts: sentences about monitored values that can't come, said in one warning.
+    """
+
+    steps_done: int
+    batch: Batch
+    seen_values: Values
+    validated_names: set[str]
+    doubts: list[str]
+
+    @property
+    def callbacks(self) -> Sequence[object]: ...
+
+    @property
+    def is_between_updates(self) -> bool: ...
+
+    @property
+    def resumed(self) -> Progress | None: ...
+
+    def progress(self) -> Progress:
+        """How far it is, for a checkpoint. Collective."""
+
+    def weights(self, *, spread: bool = False, trainable_only: bool = False) -> PlainData:
+        """Collect the weights for a checkpoint, on all ranks. `spread`: each rank its part."""
+
+    def as_validated(self) -> AbstractContextManager[object]:
+        """Give the model the weights that its validations see, for a block. Collective."""
+
+    def contents(
+        self, *, spread: bool = False, trainable_only: bool = False
+    ) -> tuple[PlainData, PlainData]:
+        """Collect the weights and all else for a checkpoint, as `weights` does."""
 
 
 @dataclasses.dataclass
@@ -216,31 +262,38 @@ class FitState:
     grad_norms: list[torch.Tensor] | None = None
     frozen: list[torch.nn.Parameter] = dataclasses.field(default_factory=list)
     scalings: list[Scaling] = dataclasses.field(default_factory=list)
-    stored_scalings: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    stored_scalings: list[PlainData] = dataclasses.field(default_factory=list)
     run: Run | None = None
     progress: Progress | None = None
-    stored_schedulers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    stored_groups: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    stored_schedulers: list[PlainData] = dataclasses.field(default_factory=list)
+    stored_groups: list[PlainData] = dataclasses.field(default_factory=list)
     trains: bool = False
     stored_weights: list[list[torch.Tensor]] = dataclasses.field(default_factory=list)
     unsaved: dict[str, str] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> PlainData:
         """The state of a copy: everything but the run. Its lists are its own."""
         lists = {name: list(value) for name, value in vars(self).items() if type(value) is list}
         return {**vars(self), **lists, "run": None, "grad_norms": None}
 
-    def optimizers_for(self, model: Module) -> list[Optimizer]:
+    def optimizers_for(
+        self,
+        model: torch.nn.Module,
+        compilation: Compilation,
+        configure: Callable[[], object] | None,
+    ) -> list[Optimizer]:
         """The optimizers over the model's parameters.
 
         An optimizer made from a name is built again if parameters have been replaced. Otherwise it
         would keep training the old ones.
 
+        Args:
+            configure: the model's own `configure_optimizers`, if that makes them.
+
         Raises:
             ConfigurationError: it can't be made, nothing can learn, or an instance holds
                 parameters that are no longer the model's.
         """
-        compilation = model._fitkit.compilation
         choice = compilation.optimizer
         trainable = {id(parameter) for parameter in compilation.trainable(model)}
         held = [parameter for optimizer in self.optimizers for parameter in held_by(optimizer)]
@@ -252,8 +305,8 @@ class FitState:
             )
             self.drop_optimizers()
         if not self.optimizers:
-            if configures_its_own(model):
-                self._configure(model)
+            if configure is not None:
+                self._configure(model, compilation, configure)
             else:
                 self.optimizers = choice.build(compilation.trainable(model), model)
                 for optimizer in self.optimizers if choice.is_name else ():
@@ -262,119 +315,29 @@ class FitState:
             _warn_of_idle_loss(compilation, self.optimizers)
         return self.optimizers
 
-    def _configure(self, model: Module) -> None:
+    def _configure(
+        self, model: torch.nn.Module, compilation: Compilation, configure: Callable[[], object]
+    ) -> None:
         """Use the result of the model's own `configure_optimizers`."""
-        compilation = model._fitkit.compilation
         check_trainable(list(model.parameters()))
-        for name in ("learning_rate", "lr_scheduler"):
-            if compilation.given[name] is not None:
+        given = compilation.given
+        for name, value in (
+            ("learning_rate", given.learning_rate),
+            ("lr_scheduler", given.lr_scheduler),
+        ):
+            if value is not None:
                 raise ConfigurationError(
                     f"compile was given {name}, but {type(model).__name__} makes its optimizers "
                     "in configure_optimizers. Set it there, or give compile the optimizer too."
                 )
-        optimizers, schedulers, frequencies = read_optimizers(model.configure_optimizers())
+        optimizers, schedulers, frequencies = read_optimizers(configure())
         for optimizer in optimizers:
             OptimizerChoice(optimizer).check_parameters(compilation.trainable(model))
         self.optimizers, self.schedulers, self.frequencies = optimizers, schedulers, frequencies
         self.takes_turns = len(optimizers) > 1
 
-    def schedulers_for(
-        self,
-        model: Module,
-        span: Span,
-        *,
-        resumes: bool,
-    ) -> list[PlannedScheduler]:
-        """The schedulers of a fit.
-
-        A scheduler that gets its length from `fit` (`"cosine"`) is built again for each fit, and
-        moved to where the fit begins. All others are built once and continue. They get the states
-        of a checkpoint. So does one of `fit`'s length, if a training of that length is resumed.
-
-        Args:
-            span: the training's length, and where the fit begins.
-            resumes: whether the fit resumes a saved training.
-        """
-        optimizers = self.optimizers_for(model)
-        choice = model._fitkit.compilation.scheduler
-        follows_fit = choice is not None and choice.follows_fit
-        if choice is not None and (follows_fit or not self.schedulers):
-            self._make_schedulers(choice, optimizers, span)
-        if follows_fit and not (resumes and self._has_stored_lengths()):
-            self.stored_schedulers, self.stored_groups = [], []
-            self._move_to(span)
-        else:
-            self.restore_schedulers()
-        return self.schedulers
-
-    def _make_schedulers(
-        self, choice: SchedulerChoice, optimizers: list[Optimizer], span: Span
-    ) -> None:
-        """Make one for each optimizer. An instance belongs to the optimizer it was made for."""
-        if self.schedulers or (choice.follows_fit and self.stored_schedulers):
-            for group in self.groups:
-                put_rate(group, first_rate(group))
-        self.schedulers = []
-        for optimizer in choice.optimizers_among(optimizers):
-            scheduler = choice.build(optimizer, span)
-            self.schedulers.append(
-                PlannedScheduler(
-                    scheduler,
-                    choice.interval or own_interval(scheduler),
-                    choice.frequency,
-                    monitor=choice.monitor,
-                    optimizer=optimizer,
-                    follows_fit=choice.follows_fit,
-                )
-            )
-
-    def _has_stored_lengths(self) -> bool:
-        """Whether the schedulers are as long as those of the checkpoint."""
-        stored = [entry["state"] for entry in self.stored_schedulers]
-        return len(stored) == len(self.schedulers) and all(
-            state.get(name) == getattr(plan.scheduler, name, None)
-            for plan, state in zip(self.schedulers, stored, strict=True)
-            for name in LENGTHS
-        )
-
-    def _move_to(self, span: Span) -> None:
-        """Move the schedulers, which are new, to where a fit begins."""
-        for plan in self.schedulers:
-            # torch warns if a scheduler moves before its optimizer.
-            plan.optimizer._opt_called = True  # type: ignore[union-attr]
-            past, move = span.past(plan.interval), plan.stepper()
-            for _ in range(past):
-                move()
-            plan.passed = past
-
-    def restore_schedulers(self) -> None:
-        """Give schedulers the states from a checkpoint.
-
-        Raises:
-            CheckpointError: the checkpoint has other schedulers.
-        """
-        stored, self.stored_schedulers = self.stored_schedulers, []
-        groups, self.stored_groups = self.stored_groups, []
-        if not stored or not self.schedulers:
-            return
-        wanted = [entry["class"] for entry in stored]
-        classes = [type(plan.scheduler).__name__ for plan in self.schedulers]
-        if wanted != classes:
-            raise CheckpointError(
-                f"The checkpoint has the schedulers {', '.join(wanted)}, but the model is compiled "
-                f"with {', '.join(classes)}. Compile it as it was, or use load_weights."
-            )
-        for plan, entry in zip(self.schedulers, stored, strict=True):
-            check_scheduler_state(plan.scheduler, entry["state"], "The checkpoint")
-        for plan, entry in zip(self.schedulers, stored, strict=True):
-            plan.load_state(entry["state"])
-            plan.passed = entry.get("passed", 0)
-        # Making a scheduler has reset the rates.
-        for group, settings in zip(self.groups, groups, strict=True):
-            put_back(group, settings)
-
     @property
-    def groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> list[PlainData]:
         """All optimizers' parameter groups, in their order."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
@@ -405,7 +368,7 @@ class FitState:
     def counting_steps(self) -> Iterator[None]:
         """Count the updates that other code makes within the block."""
 
-        def count(*arguments: Any) -> None:
+        def count(*arguments: object) -> None:
             self.updates += 1
 
         if self.scalings:
@@ -535,7 +498,7 @@ class FitState:
 
         return restore
 
-    def settings(self) -> list[dict[str, Any]]:
+    def settings(self) -> list[PlainData]:
         """The groups' settings. Rates in tensors change in place, so they are copied."""
         return [
             {
@@ -547,7 +510,7 @@ class FitState:
         ]
 
 
-def put_back(group: dict[str, Any], settings: dict[str, Any]) -> None:
+def put_back(group: PlainData, settings: PlainData) -> None:
     """Restore the settings of an optimizer's group. A tensor stays the same object."""
     for name, value in settings.items():
         current = group.get(name)
@@ -563,30 +526,6 @@ RESTORED = (
     "stored_schedulers", "stored_groups", "stored_scalings", "stored_weights",
 )  # fmt: skip
 """The attributes that `FitState.restorer` restores."""
-
-
-def configures_its_own(model: Module) -> bool:
-    """Whether the model's `configure_optimizers` makes the optimizers."""
-    return not model._fitkit.compilation.names_optimizer and overridden(
-        model, "configure_optimizers"
-    )
-
-
-def warn_of_flags(model: torch.nn.Module) -> None:
-    """Warn of Keras's `layer.trainable = False` on a torch layer, which learns all the same."""
-    for path, module in model.named_modules():
-        is_set = vars(module).get("trainable") is False and not _has_flag(type(module))
-        if is_set and any(parameter.requires_grad for parameter in module.parameters()):
-            warn(
-                f"{path}.trainable = False has no effect on a torch layer, which still learns. "
-                f"Write {path}.requires_grad_(False)."
-            )
-
-
-def _has_flag(kind: type) -> bool:
-    """Whether a class defines the attribute itself, and so may give it another meaning."""
-    codes = [getattr(f, "__code__", None) for base in kind.__mro__ for f in vars(base).values()]
-    return any("trainable" in code.co_names for code in codes if code is not None)
 
 
 def _warn_of_idle_loss(compilation: Compilation, optimizers: list[Optimizer]) -> None:

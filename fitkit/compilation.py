@@ -1,0 +1,357 @@
+"""What `compile` was given, checked, and what it resolves to."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+from typing import Literal, TypeVar
+
+import torch
+
+from fitkit import trees
+from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
+from fitkit.distributed.devices import older_spelling
+from fitkit.distributed.precision import Precision
+from fitkit.distributed.resolve import resolve_strategy
+from fitkit.distributed.strategies import Strategy
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.losses import CompiledLoss
+from fitkit.metrics import CompiledMetrics
+from fitkit.modes import parameters_of
+from fitkit.optimizers import OptimizerChoice, instances_in
+from fitkit.schedulers import SchedulerChoice
+from fitkit.typing import (
+    UNSET,
+    AcceleratorName,
+    CompilerOptions,
+    DevicesArgument,
+    LossArgument,
+    LossWeights,
+    MetricsArgument,
+    Name,
+    NamedPrecision,
+    OptimizerArgument,
+    SchedulerArgument,
+    StrategyName,
+    Unset,
+)
+
+MATMUL_PRECISIONS = (None, "highest", "high", "medium")
+
+
+MEMORY_FORMATS = {"channels_last": torch.channels_last}
+"""By the name that `compile` takes."""
+
+Value = TypeVar("Value")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CompileArguments:
+    """The arguments of `compile`, each with its type and its default.
+
+    `gpus` isn't among them: it is another spelling of two of them. The default optimizer is the
+    model's `configure_optimizers`, or Adam.
+
+    Raises:
+        ArgumentTypeError, ConfigurationError: from the constructor, for any argument.
+    """
+
+    optimizer: OptimizerArgument | None = None
+    loss: LossArgument = None
+    metrics: MetricsArgument = None
+    learning_rate: float | None = None
+    loss_weights: LossWeights = None
+    weighted_metrics: MetricsArgument = None
+    target: str | list[str] | dict[str, str] | None = None
+    lr_scheduler: SchedulerArgument = None
+    devices: DevicesArgument = "auto"
+    accelerator: AcceleratorName = "auto"
+    strategy: StrategyName | Name | Strategy = "auto"
+    num_nodes: int | Unset = UNSET
+    precision: NamedPrecision | Precision = "32-true"
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: Literal["norm", "value"] = "norm"
+    scale_lr: Literal["linear", "sqrt"] | None = None
+    warmup_epochs: float | None = None
+    sync_batchnorm: bool = False
+    replace_sampler: bool = True
+    auto_select_gpus: bool = False
+    log_gpu_memory: Literal["all", "min_max"] | None = None
+    benchmark: bool | None = None
+    deterministic: bool | Literal["warn"] | None = None
+    jit_compile: bool | CompilerOptions = False
+    matmul_precision: Literal["highest", "high", "medium"] | None = None
+    memory_format: Literal["channels_last"] | None = None
+    steps_per_execution: int = 1
+    effective_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_number("learning_rate", self.learning_rate, minimum=0, optional=True)
+        self._check_target()
+        if self.num_nodes is not UNSET:
+            check_count("num_nodes", self.num_nodes)
+        check_count("accumulate_grad_batches", self.accumulate_grad_batches)
+        check_number("gradient_clip_val", self.gradient_clip_val, above=0, optional=True)
+        check_choice("gradient_clip_algorithm", self.gradient_clip_algorithm, ("norm", "value"))
+        check_choice("scale_lr", self.scale_lr, (None, "linear", "sqrt"))
+        check_number("warmup_epochs", self.warmup_epochs, minimum=0, optional=True)
+        check_flag("sync_batchnorm", self.sync_batchnorm)
+        check_flag("replace_sampler", self.replace_sampler)
+        check_flag("auto_select_gpus", self.auto_select_gpus)
+        check_choice("log_gpu_memory", self.log_gpu_memory, (None, "all", "min_max"))
+        check_flag("benchmark", self.benchmark, optional=True)
+        if self.deterministic != "warn":
+            check_flag("deterministic", self.deterministic, optional=True)
+        self._check_jit_compile()
+        check_choice("matmul_precision", self.matmul_precision, MATMUL_PRECISIONS)
+        check_choice("memory_format", self.memory_format, (None, *MEMORY_FORMATS))
+        check_count("steps_per_execution", self.steps_per_execution)
+        check_count("effective_batch_size", self.effective_batch_size, optional=True)
+
+    def _check_target(self) -> None:
+        """Refuse what is neither None nor a name, a list or a dict of names."""
+        if self.target is not None and not (
+            (keys := list(trees.leaves(self.target)))
+            and all(isinstance(key, str) and key for key in keys)
+        ):
+            raise ArgumentTypeError(
+                f"target={describe(self.target)} must be the name of the entry of dict batches "
+                "that holds the targets, or for several outputs a list of names or a dict "
+                "{output: name}."
+            )
+
+    def _check_jit_compile(self) -> None:
+        """Refuse what is neither True, False, nor the keyword arguments of `torch.compile`."""
+        if not isinstance(self.jit_compile, dict):
+            check_flag("jit_compile", self.jit_compile)
+            return
+        accepted = [key for key in inspect.signature(torch.compile).parameters if key != "model"]
+        for key in self.jit_compile:
+            if key not in accepted:
+                raise ConfigurationError(
+                    f"jit_compile has the unknown option {key!r}. torch.compile takes "
+                    f"{', '.join(accepted)}."
+                )
+
+    def as_dict(self) -> dict[str, object]:
+        """The arguments by name, for files and logs. What was left out is None."""
+        return {name: None if value is UNSET else value for name, value in vars(self).items()}
+
+    def chosen_optimizer(self) -> OptimizerChoice:
+        """What `optimizer` and `learning_rate` mean together."""
+        optimizer = "adam" if self.optimizer is None else self.optimizer
+        return OptimizerChoice(optimizer, None if instances_in(optimizer) else self.learning_rate)
+
+    def chosen_strategy(self) -> Strategy:
+        """What the arguments about hardware mean in this process."""
+        return resolve_strategy(
+            self._chosen_devices(),
+            self.accelerator,
+            self.strategy,
+            self.precision,
+            None if self.num_nodes is UNSET else self.num_nodes,
+        )
+
+    def _chosen_devices(self) -> DevicesArgument:
+        """`devices`, or the free GPUs that `auto_select_gpus` chooses if it is a count."""
+        devices = self.devices
+        if not self.auto_select_gpus or isinstance(devices, (list, tuple)):
+            return devices
+        if isinstance(devices, str) and "," in devices:
+            return devices
+        try:
+            count = -1 if devices == "auto" else int(devices)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            count = None
+        if count is None or isinstance(devices, (bool, float)):
+            raise ConfigurationError(
+                f"auto_select_gpus=True needs a count of GPUs, but devices={describe(devices)}. "
+                "Write for example devices=2, or devices=-1 for all that are free."
+            )
+        from fitkit.extras.free_devices import find_usable_cuda_devices
+
+        return find_usable_cuda_devices(count)
+
+
+def given_or(value: Value | Unset, before: Value) -> Value:
+    """The value of an argument; the value before if the call left it out."""
+    return before if value is UNSET else value
+
+
+def is_given(*values: object) -> bool:
+    """Whether a call has given any of these arguments."""
+    return any(value is not UNSET for value in values)
+
+
+def without_gpus(
+    gpus: DevicesArgument | Unset | None,
+    devices: DevicesArgument | Unset,
+    accelerator: AcceleratorName | Unset,
+) -> tuple[DevicesArgument | Unset, AcceleratorName | Unset]:
+    """`gpus=…` as `devices` and `accelerator`.
+
+    Raises:
+        ConfigurationError: one of these was given, too.
+    """
+    if gpus is UNSET:
+        return devices, accelerator
+    for name, value in (("devices", devices), ("accelerator", accelerator)):
+        if value is not UNSET:
+            raise ConfigurationError(
+                f"gpus={gpus!r} and {name}={value!r} were both given. gpus is the older "
+                "spelling of accelerator='gpu', devices=…. Give only one of them."
+            )
+    words = older_spelling(gpus)
+    return words["devices"], words["accelerator"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Anew:
+    """What a call of `compile` has given, even if it is the same as before.
+
+    Attributes:
+        optimizer, learning_rate: these arguments.
+        scheduler: `lr_scheduler`.
+        loss, metrics: these, or how they are weighted.
+        hardware: an argument that requires a new strategy.
+    """
+
+    optimizer: bool
+    learning_rate: bool
+    scheduler: bool
+    loss: bool
+    metrics: bool
+    hardware: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Compilation:
+    """One consistent configuration. `compile` makes a new one and never changes one.
+
+    A plain record, not a module: a loss with state must not enter the model's `state_dict`.
+
+    A copy (also one that was pickled) has no strategy before it first needs it. So each model has
+    its own, in the process and on the machine where it is used.
+
+    Attributes:
+        given: the arguments, those included that earlier calls have given.
+        optimizer, scheduler, loss, metrics: what they resolved to.
+    """
+
+    given: CompileArguments
+    optimizer: OptimizerChoice
+    scheduler: SchedulerChoice | None
+    loss: CompiledLoss
+    metrics: CompiledMetrics
+
+    @functools.cached_property
+    def strategy(self) -> Strategy:
+        """The devices and how they train together, as the arguments about hardware say."""
+        return self.given.chosen_strategy()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "strategy"}
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Compilation:
+        made = memo[id(self)] = copy.copy(self)
+        # It only describes, and may hold what can't be copied.
+        memo[id(self.given.strategy)] = self.given.strategy
+        vars(made).update(copy.deepcopy(self.__getstate__(), memo))
+        return made
+
+    def _state_for_ranks(self, strategy: Strategy) -> dict[str, object]:
+        """The ranks of a call get its strategy. Other models that come along resolve theirs."""
+        return vars(self) if self.strategy is strategy else self.__getstate__()
+
+    @classmethod
+    def default(cls) -> Compilation:
+        """The state before any call to `compile`."""
+        given = CompileArguments()
+        plain = cls(
+            given, given.chosen_optimizer(), None, CompiledLoss(None), CompiledMetrics(None)
+        )
+        return plain.on(given.chosen_strategy())
+
+    def on(self, strategy: Strategy) -> Compilation:
+        """This configuration with another strategy than a copy would resolve."""
+        made = copy.copy(self)
+        vars(made)["strategy"] = strategy
+        return made
+
+    def updated(self, given: CompileArguments, anew: Anew, model: torch.nn.Module) -> Compilation:
+        """This record with a call's arguments. What they leave unchanged stays the same object.
+
+        Args:
+            given: the arguments that hold from now on.
+            anew: which of them the call has given.
+            model: the model that they are for.
+
+        Raises:
+            ConfigurationError, ArgumentTypeError: an argument is invalid. Nothing changes.
+        """
+        _check_combinations(given, anew)
+        made = Compilation(
+            given,
+            given.chosen_optimizer(),
+            SchedulerChoice.read(given.lr_scheduler) if anew.scheduler else self.scheduler,
+            CompiledLoss(given.loss, given.loss_weights) if anew.loss else self.loss,
+            CompiledMetrics(given.metrics, given.weighted_metrics)
+            if anew.metrics
+            else self.metrics,
+        ).on(given.chosen_strategy() if anew.hardware else self.strategy)
+        made.optimizer.check_parameters(made.trainable(model))
+        return made
+
+    @property
+    def names_optimizer(self) -> bool:
+        """Whether `compile` was given an optimizer."""
+        return self.given.optimizer is not None
+
+    def trainable(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
+        """The parameters that may learn: the model's and the losses' own."""
+        return parameters_of(model, *self.loss_modules)
+
+    @functools.cached_property
+    def loss_modules(self) -> list[torch.nn.Module]:
+        """The losses that are the user's own modules."""
+        found = [loss for loss in trees.leaves(self.given.loss) if _is_own_module(loss)]
+        return list(dict.fromkeys(found))
+
+    def loss_parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters of losses that are modules."""
+        return [parameter for loss in self.loss_modules for parameter in loss.parameters()]
+
+
+def _check_combinations(given: CompileArguments, anew: Anew) -> None:
+    """Refuse invalid combinations of the values that would hold after this call."""
+    optimizer, scheduler = given.optimizer, given.lr_scheduler
+    if instances_in(optimizer) and anew.learning_rate and given.learning_rate is not None:
+        raise ConfigurationError(
+            f"learning_rate={given.learning_rate} can't change an optimizer instance, which "
+            "has its own rate. Set the rate where you create it (or in its param_groups), or give "
+            "the optimizer's name or class."
+        )
+    if given.effective_batch_size is not None and given.accumulate_grad_batches != 1:
+        raise ConfigurationError(
+            f"effective_batch_size={given.effective_batch_size} decides how many batches make "
+            f"an update, and so does accumulate_grad_batches={given.accumulate_grad_batches}. "
+            "Leave one of them out (effective_batch_size=None, accumulate_grad_batches=1)."
+        )
+    chosen: object = scheduler.get("scheduler") if isinstance(scheduler, dict) else scheduler
+    if isinstance(chosen, torch.optim.lr_scheduler.LRScheduler) and (
+        all(chosen.optimizer is not own for own in instances_in(optimizer))
+    ):
+        raise ConfigurationError(
+            "The lr_scheduler instance belongs to another optimizer than this model's. Give "
+            "compile both instances, or the scheduler's class."
+        )
+    if anew.optimizer and (optimizer is None or isinstance(optimizer, bool)):
+        raise ArgumentTypeError(f"optimizer={optimizer!r} must be a name, class or instance.")
+
+
+def _is_own_module(loss: object) -> bool:
+    """Whether a loss is a module that may have parameters and a mode. torch's have neither."""
+    return isinstance(loss, torch.nn.Module) and not type(loss).__module__.startswith("torch.nn.")
