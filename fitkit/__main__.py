@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _verify(given)
     from rich.console import Console
 
-    from fitkit.checkpoint import comparison, inspection
+    from fitkit.extras import comparison, inspection
 
     try:
         if given.command == "inspect":

@@ -48,12 +48,48 @@ from fitkit.callbacks.text_files import (
     replace_text,
     writable,
 )
-from fitkit.checkpoint.atomic import replacing
+from fitkit.checkpoint import (
+    remote,
+)
+from fitkit.checkpoint.arrays import (
+    state_of,
+    storable,
+)
+from fitkit.checkpoint.atomic import (
+    HeldInterrupts,
+    replacing,
+)
+from fitkit.checkpoint.checkpoint_file import (
+    checkpoint_in,
+    open_stored,
+    save_checkpoint,
+)
+from fitkit.checkpoint.codec import (
+    decode_state,
+)
+from fitkit.checkpoint.container import (
+    refusals,
+)
 from fitkit.checkpoint.formats import (
     FORMATS,
+    SUFFIXES,
+    OpenWeights,
+    StoredFile,
     WeightFormat,
     Weights,
     WeightSource,
+    format_of,
+    open_weights,
+    weights_in,
+)
+from fitkit.checkpoint.frozen import (
+    noted,
+)
+from fitkit.checkpoint.header import (
+    FORMAT_VERSION,
+    damaged,
+    open_file,
+    unreadable,
 )
 from fitkit.checkpoint.remote import (
     check_writable,
@@ -61,6 +97,12 @@ from fitkit.checkpoint.remote import (
     make_folder,
     parent,
     uploading,
+)
+from fitkit.checkpoint.sharded_folder import (
+    is_folder_name,
+)
+from fitkit.checkpoint.weights import (
+    save_weights,
 )
 from fitkit.data.batches import NoRows, Source, unpack_batch
 from fitkit.data.sources import LoaderSource, check_data_type, make_source
@@ -135,6 +177,7 @@ __all__ = [
     "DP",
     "FLOAT8",
     "FORMATS",
+    "FORMAT_VERSION",
     "FSDP",
     "FUSED",
     "LOSSES",
@@ -143,6 +186,7 @@ __all__ = [
     "PRECISIONS",
     "SCHEDULERS",
     "STRATEGIES",
+    "SUFFIXES",
     "AnyRankFlag",
     "Assignment",
     "BFloat16Mixed",
@@ -153,6 +197,7 @@ __all__ = [
     "DDPWrapper",
     "Definition",
     "Engine",
+    "HeldInterrupts",
     "JSONLinesFile",
     "LoaderSource",
     "Logs",
@@ -163,6 +208,7 @@ __all__ = [
     "ModuleInPlace",
     "Named",
     "NoRows",
+    "OpenWeights",
     "OptimizerInPlace",
     "Precision",
     "ProcessGroup",
@@ -170,6 +216,7 @@ __all__ = [
     "SingleDevice",
     "Source",
     "StepRouter",
+    "StoredFile",
     "Strategy",
     "Table",
     "TextFile",
@@ -193,25 +240,34 @@ __all__ = [
     "check_writable",
     "checked_path",
     "checked_place",
+    "checkpoint_in",
     "choose_kind",
     "class_of",
     "classes",
+    "damaged",
+    "decode_state",
     "detect",
     "elements",
     "enter",
     "files_in",
     "first_rate",
+    "format_of",
     "from_all_ranks",
     "from_rank_zero",
     "groups_of",
     "held_by",
     "hook_of",
+    "is_folder_name",
     "is_multiple_in",
     "make_folder",
     "make_source",
     "matched",
     "named_strategy",
     "norm_of",
+    "noted",
+    "open_file",
+    "open_stored",
+    "open_weights",
     "optimizers_of",
     "overload",
     "parent",
@@ -220,18 +276,26 @@ __all__ = [
     "print_on_rank_zero",
     "put_rate",
     "rate_of",
+    "refusals",
     "refuse_scheduler",
+    "remote",
     "replace_text",
     "replacing",
     "resolve_strategy",
     "restore_dtypes",
     "restore_layer",
     "run_of",
+    "save_checkpoint",
+    "save_weights",
     "set_rate",
     "share_buffers",
+    "state_of",
+    "storable",
     "unpack_batch",
+    "unreadable",
     "uploading",
     "usable_cores",
+    "weights_in",
     "whole",
     "writable",
 ]

@@ -495,8 +495,8 @@ def drawn(target: str, seed: int, folder: Path):
 
 def run_case(target: str, seed: int, folder: Path, *, speak=False) -> str:
     """Make a file and read it; a finding, or ""."""
-    from fitkit.checkpoint.inspection import convert
     from fitkit.errors import ConfigurationError
+    from fitkit.extras.inspection import convert
 
     make, suffix = TARGETS[target]
     draw, name, base = drawn(target, seed, folder)

@@ -80,7 +80,7 @@ PUBLIC = {"callbacks", "model", "version"}
 """Modules from which extras may import what users import from them, too."""
 
 FACES = {
-    "__main__.py": {"doctor", "verification"},
+    "__main__.py": {"comparison", "doctor", "inspection", "verification"},
     "callbacks/history.py": {"pictures"},
     "distributed/devices.py": {"xla_adapters"},
     "model.py": {"export", "pictures", "summary"},

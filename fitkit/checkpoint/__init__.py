@@ -1,7 +1,7 @@
 """Files: weights and whole checkpoints, written whole or not at all, and never unpickled."""
 
 # Each adds its suffix to FORMATS.
-from fitkit.checkpoint import safetensors_file, sharded_folder, torch_file
+from fitkit.checkpoint import safetensors_file, sharded_folder
 from fitkit.checkpoint.atomic import remove_abandoned
 from fitkit.checkpoint.checkpoint_file import (
     Checkpoint,

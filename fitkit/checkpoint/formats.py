@@ -364,3 +364,5 @@ def _mapping(part: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 FORMATS.add(SUFFIXES[0], HDF5(), *SUFFIXES[1:])
+FORMATS.promise("fitkit.extras.torch_file:TORCH", ".pt", ".pth")
+FORMATS.promise("fitkit.extras.torch_file:LIGHTNING", ".ckpt")

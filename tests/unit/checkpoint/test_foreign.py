@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fitkit.checkpoint import load_weights, safetensors_file, save_weights
-from fitkit.checkpoint.inspection import convert
 from fitkit.errors import CheckpointError, ConfigurationError
+from fitkit.extras.inspection import convert
 from tests.nets import normed
 from tests.reference import assert_same_weights, copied_state
 

@@ -8,8 +8,8 @@ from torch import nn
 
 import fitkit
 from fitkit.callbacks import ModelCheckpoint
-from fitkit.checkpoint.inspection import convert
 from fitkit.errors import CheckpointError, ConfigurationError
+from fitkit.extras.inspection import convert
 from tests.nets import LoRA, regression, with_adapter
 
 SUFFIXES = [".h5", ".safetensors", ".pt", ".dcp"]

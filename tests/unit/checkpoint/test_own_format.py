@@ -10,8 +10,8 @@ import torch
 import fitkit
 from fitkit.checkpoint import load_weights, save_weights
 from fitkit.checkpoint.formats import FORMATS
-from fitkit.checkpoint.inspection import convert
 from fitkit.errors import CheckpointError
+from fitkit.extras.inspection import convert
 from tests.nets import normed
 from tests.reference import assert_same_weights, copied_state
 

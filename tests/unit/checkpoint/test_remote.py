@@ -12,8 +12,8 @@ import torch
 import fitkit
 from fitkit.callbacks import BackupAndRestore, CSVLogger, JSONLogger, ModelCheckpoint
 from fitkit.checkpoint import is_there, remote, remove_checkpoint
-from fitkit.checkpoint.inspection import convert, print_inspection
 from fitkit.errors import CheckpointError, ConfigurationError, MissingPackageError
+from fitkit.extras.inspection import convert, print_inspection
 from tests.nets import linear, regression
 
 fsspec = pytest.importorskip("fsspec")

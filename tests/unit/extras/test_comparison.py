@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fitkit
 from fitkit.__main__ import main
 from fitkit.checkpoint import open_checkpoint, save_checkpoint, save_weights
-from fitkit.checkpoint.comparison import compare, print_comparison
+from fitkit.extras.comparison import compare, print_comparison
 from tests import nets
 from tests.reference import compiled
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fitkit.__main__ import main
 from fitkit.checkpoint import save_checkpoint, save_weights
-from fitkit.checkpoint.inspection import print_inspection
+from fitkit.extras.inspection import print_inspection
 
 
 def shown(path):

@@ -13,11 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fitkit.checkpoint.checkpoint_file import open_stored
-from fitkit.checkpoint.codec import decode_state
-from fitkit.checkpoint.container import refusals
-from fitkit.checkpoint.formats import OpenWeights, open_weights, weights_in
-from fitkit.checkpoint.inspection import clean, holds_checkpoints
+from fitkit.extras.inspection import clean, holds_checkpoints
+from fitkit.seams import OpenWeights, decode_state, open_stored, open_weights, refusals, weights_in
 
 if TYPE_CHECKING:
     from rich.console import Console

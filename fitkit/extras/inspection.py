@@ -9,21 +9,23 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from fitkit.arguments import describe, dtype_name
-from fitkit.checkpoint import remote
-from fitkit.checkpoint.checkpoint_file import checkpoint_in, open_stored, save_checkpoint
-from fitkit.checkpoint.container import refusals
-from fitkit.checkpoint.formats import (
+from fitkit.errors import ConfigurationError
+from fitkit.seams import (
+    FORMAT_VERSION,
     SUFFIXES,
     OpenWeights,
     StoredFile,
+    checkpoint_in,
     format_of,
+    is_folder_name,
+    open_stored,
     open_weights,
+    refusals,
+    remote,
+    save_checkpoint,
+    save_weights,
     weights_in,
 )
-from fitkit.checkpoint.header import FORMAT_VERSION
-from fitkit.checkpoint.sharded_folder import is_folder_name
-from fitkit.checkpoint.weights import save_weights
-from fitkit.errors import ConfigurationError
 from fitkit.tensors import human_bytes
 
 if TYPE_CHECKING:

@@ -17,12 +17,19 @@ from typing import Any, BinaryIO
 
 import torch
 
-from fitkit.checkpoint.arrays import state_of, storable
-from fitkit.checkpoint.atomic import HeldInterrupts, replacing
-from fitkit.checkpoint.formats import FORMATS, OpenWeights, Weights
-from fitkit.checkpoint.frozen import noted
-from fitkit.checkpoint.header import damaged, open_file, unreadable
 from fitkit.errors import CheckpointError, ConfigurationError
+from fitkit.seams import (
+    HeldInterrupts,
+    OpenWeights,
+    Weights,
+    damaged,
+    noted,
+    open_file,
+    replacing,
+    state_of,
+    storable,
+    unreadable,
+)
 
 _ZIP = b"PK\x03\x04"
 # Under which name programs put the weights where they save more than these.
@@ -263,5 +270,4 @@ def _check_sizes(path: str, tensors: Mapping[str, torch.Tensor], file_bytes: int
         )
 
 
-FORMATS.add(".pt", TorchFile(), ".pth")
-FORMATS.add(".ckpt", LightningFile())
+TORCH, LIGHTNING = TorchFile(), LightningFile()
