@@ -20,7 +20,8 @@ from torch.nn import functional
 
 from fitkit.accelerators import widest_dtype
 from fitkit.errors import ConfigurationError
-from fitkit.losses.formulas import EPSILON, kl_divergence
+from fitkit.losses import formulas
+from fitkit.losses.formulas import EPSILON
 from fitkit.metrics.conversions import (
     Conversion,
     FirstBatch,
@@ -108,31 +109,10 @@ def absolute_error(prediction: Tensor, target: Tensor) -> Tensor:
     return (prediction - target).abs()
 
 
-def percentage_error(prediction: Tensor, target: Tensor) -> Tensor:
-    """The absolute error in percent of the target (Keras; scikit-learn gives the fraction)."""
-    return 100 * (prediction - target).abs() / target.abs().clamp(min=EPSILON)
-
-
 def symmetric_percentage_error(prediction: Tensor, target: Tensor) -> Tensor:
     """The absolute error in percent of the mean of both sizes: 0 to 200."""
     sizes = (prediction.abs() + target.abs()).clamp(min=EPSILON)
     return 200 * (prediction - target).abs() / sizes
-
-
-def squared_log_error(prediction: Tensor, target: Tensor) -> Tensor:
-    """The squared error of `log(1 + x)`; negative values count as 0."""
-    return (prediction.clamp(min=0).log1p() - target.clamp(min=0).log1p()).square()
-
-
-def log_cosh(prediction: Tensor, target: Tensor) -> Tensor:
-    """`log(cosh(prediction - target))`, written so that large errors don't overflow."""
-    error = prediction - target
-    return error + functional.softplus(-2 * error) - math.log(2)
-
-
-def huber(prediction: Tensor, target: Tensor) -> Tensor:
-    """Half the squared error up to an error of 1, linear beyond."""
-    return functional.huber_loss(prediction, target, reduction="none")
 
 
 def hinge(prediction: Tensor, target: Tensor) -> Tensor:
@@ -144,11 +124,6 @@ def hinge(prediction: Tensor, target: Tensor) -> Tensor:
 def squared_hinge(prediction: Tensor, target: Tensor) -> Tensor:
     """The square of `hinge`."""
     return hinge(prediction, target).square()
-
-
-def poisson(prediction: Tensor, target: Tensor) -> Tensor:
-    """`prediction - target · log(prediction)`, as Keras's loss of that name."""
-    return prediction - target * (prediction + EPSILON).log()
 
 
 def cosine(prediction: Tensor, target: Tensor) -> Tensor:
@@ -272,18 +247,22 @@ def _error_mean(
 _error_mean("mse", "mean_squared_error", values=squared_error)
 _error_mean("rmse", "root_mean_squared_error", values=squared_error, finish=math.sqrt)
 _error_mean("mae", "mean_absolute_error", values=absolute_error)
-_error_mean("mape", "mean_absolute_percentage_error", values=percentage_error)
+_error_mean(
+    "mape", "mean_absolute_percentage_error", values=formulas.mean_absolute_percentage_error
+)
 _error_mean(
     "smape",
     "symmetric_mean_absolute_percentage_error",
     values=symmetric_percentage_error,
 )
-_error_mean("msle", "mean_squared_logarithmic_error", values=squared_log_error)
-_error_mean("log_cosh", "log_cosh_error", values=log_cosh)
-_error_mean("huber", values=huber)
+_error_mean(
+    "msle", "mean_squared_logarithmic_error", values=formulas.mean_squared_logarithmic_error
+)
+_error_mean("log_cosh", "log_cosh_error", values=formulas.log_cosh)
+_error_mean("huber", values=partial(functional.huber_loss, reduction="none"))
 _error_mean("hinge", values=hinge)
 _error_mean("squared_hinge", values=squared_hinge)
-_error_mean("poisson", values=poisson)
+_error_mean("poisson", values=formulas.poisson)
 
 
 @_mean("cosine_similarity")
@@ -295,7 +274,7 @@ def _cosine_similarity(first: FirstBatch) -> Mean:
 @_mean("kl_divergence", "kld", "kullback_leibler_divergence")
 def _kl_divergence(first: FirstBatch) -> Mean:
     _need_columns(first)
-    return Mean(distributions(first.scale("multiclass")), kl_divergence)
+    return Mean(distributions(first.scale("multiclass")), formulas.kl_divergence)
 
 
 def _need_columns(first: FirstBatch) -> None:
