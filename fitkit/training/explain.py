@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
-from typing import Any
 
 import torch
 
@@ -369,7 +368,7 @@ def size(count: float) -> str:
     return f"{count:.{digits}f} {UNITS[unit]}"
 
 
-def _bytes(leaves: Iterable[Any]) -> int:
+def _bytes(leaves: Iterable[object]) -> int:
     return sum(
         leaf.nbytes
         for leaf in leaves

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -24,6 +24,13 @@ from fitkit.training.own_step import Step, StepContext
 from fitkit.training.rates import Rates
 from fitkit.training.settings import FitArguments
 from fitkit.typing import FilePath, PlainData, Values
+
+Entry = TypeVar("Entry")
+
+KINDS: dict[type, tuple[type, ...]] = {
+    bool: (bool,), int: (int,), float: (int, float), str: (str,),
+}  # fmt: skip
+"""By the type of what fitkit's own callbacks keep, the types that a file may have for it."""
 
 ORDER = ("batch_size", "samples", "shuffle")
 """The facts about the data that decide which samples were used before an interruption."""
@@ -62,7 +69,7 @@ def restore_history(history: History, progress: Progress) -> None:
     history.validations = list(progress.history.get("validations", []))
 
 
-def copy_lists(values: dict[str, list[Any]]) -> dict[str, list[Any]]:
+def copy_lists(values: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
     """A copy of a dict of lists, with new lists."""
     return {name: list(entries) for name, entries in values.items()}
 
@@ -289,7 +296,7 @@ def check_callback_state(callback: Callback, state: object) -> None:
     if not type(callback).__module__.startswith("fitkit.") or not isinstance(state, dict):
         return
     for name, there in callback.state_dict().items():
-        kinds: Any = {bool: bool, int: int, float: (int, float), str: str}.get(type(there))
+        kinds = KINDS.get(type(there))
         found = state.get(name)
         wrong = kinds is not None and name in state and not isinstance(found, kinds)
         if wrong or (kinds is not None and type(found) is bool and type(there) is not bool):
@@ -298,7 +305,6 @@ def check_callback_state(callback: Callback, state: object) -> None:
             )
 
 
-@runtime_checkable
 class Saver(Protocol):
     """A callback that knows the newest checkpoint that it has saved."""
 
@@ -318,7 +324,7 @@ def checkpoint_to_resume(asked: FilePath | None, callbacks: list[Callback]) -> F
         CheckpointError: callbacks have checkpoints, and all are damaged.
     """
     is_last = isinstance(asked, str) and asked == "last"
-    savers = [callback for callback in callbacks if isinstance(callback, Saver)]
+    savers: list[Saver] = [one for one in callbacks if hasattr(one, "last_path")]
     if is_last and not savers:
         raise ConfigurationError(
             "resume_from='last' needs a callback that saves checkpoints (ModelCheckpoint or "

@@ -8,7 +8,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -117,7 +117,7 @@ def contents(
     }
     with model._fitkit.fit_state.evaluated() as train_weights:
         make = _state_dict_of(model, trainable_only)
-        found: tuple[PlainData, PlainData] = collect(
+        found = collect(
             lambda: (make(), {**state, "training": training_state(model, train_weights)})
         )
         return found if train_weights is None else _copied(found)
@@ -127,7 +127,7 @@ def weights_of(model: Module, *, spread: bool = False, trainable_only: bool = Fa
     """The evaluation weights. Arguments and ranks are as for `contents`."""
     collect = _collector(model, spread=spread)
     with model._fitkit.fit_state.evaluated() as train_weights:
-        found: PlainData = collect(_state_dict_of(model, trainable_only))
+        found = collect(_state_dict_of(model, trainable_only))
         return found if train_weights is None else _copied(found)
 
 
@@ -143,7 +143,18 @@ def _state_dict_of(model: Module, trainable_only: bool) -> Callable[[], PlainDat
     return lambda: learning
 
 
-def _collector(model: Module, *, spread: bool) -> Callable[[Callable[[], Any]], Any]:
+class Collect(Protocol):
+    """Collects tensors to save, while the engine holds them as they are wanted."""
+
+    def __call__(self, make: Callable[[], Found], /) -> Found: ...
+
+
+def _at_once(make: Callable[[], Found], /) -> Found:
+    """Collect where no engine holds the tensors."""
+    return make()
+
+
+def _collector(model: Module, *, spread: bool) -> Collect:
     """Make the ranks equal, and return how to collect tensors to save.
 
     Args:
@@ -158,7 +169,7 @@ def _collector(model: Module, *, spread: bool) -> Callable[[Callable[[], Any]], 
     """
     engine = model._fitkit.compilation.strategy.engine
     if engine is None:
-        return lambda make: make()
+        return _at_once
     engine.average_ranks()
     return engine.parts if spread else engine.whole
 
@@ -346,8 +357,8 @@ def _dtypes_and_devices(model: Module) -> list[tuple[torch.dtype, torch.device]]
 
 
 def checked_training(
-    model: Module, training: PlainData, path: str, targets: Iterable[Any] = ()
-) -> Any:
+    model: Module, training: PlainData, path: str, targets: Iterable[float] = ()
+) -> Callable[[], None]:
     """A function that restores optimizers and schedulers, after a check that they fit.
 
     Args:
@@ -587,7 +598,7 @@ def restored_model(
     return model
 
 
-def _compiled(compiled: object) -> tuple[PlainData | None, list[Any]]:
+def _compiled(compiled: object) -> tuple[PlainData | None, list[object]]:
     """`compile`'s arguments in a file, and the names of those that were objects."""
     parts = compiled if isinstance(compiled, dict) else {}
     named, objects = parts.get("named"), parts.get("objects", [])

@@ -6,8 +6,6 @@ net has seen. Tables that never change, such as masks, stay out of it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import xxhash
 from torch import nn
@@ -18,6 +16,7 @@ from fitkit.checkpoint.arrays import STORED_AS
 from fitkit.errors import CheckpointError
 from fitkit.module import Module
 from fitkit.tensors import bytes_of
+from fitkit.typing import PlainData
 
 
 def note(model: Module) -> None:
@@ -35,14 +34,14 @@ def changed(model: Module) -> dict[str, torch.Tensor]:
     return {n: tensor for n, tensor in _buffers(model).items() if noted.get(n) != _digest(tensor)}
 
 
-def check(training: dict[str, Any], path: str) -> None:
+def check(training: PlainData, path: str) -> None:
     """Refuse what `changed` never gives; CheckpointError."""
     found = training.get("buffers", {})
     if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
         raise CheckpointError(f"{path} is refused: its buffers aren't tensors by name.")
 
 
-def restore(model: Module, training: dict[str, Any]) -> None:
+def restore(model: Module, training: PlainData) -> None:
     """Give the model's buffers what `changed` has returned."""
     places = _places(model)
     for name, value in training.get("buffers", {}).items():
@@ -71,6 +70,6 @@ def _fits(tensor: torch.Tensor) -> bool:
 
 def _digest(tensor: torch.Tensor) -> str:
     # Not a tensor's version: torch's own kernels and compiled steps don't always count.
-    raw: Any = bytes_of(tensor.detach().cpu()).numpy()
+    raw = bytes_of(tensor.detach().cpu()).numpy().data
     kind = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
     return f"{kind} {xxhash.xxh3_128_hexdigest(raw)}"
