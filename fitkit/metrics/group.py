@@ -73,10 +73,6 @@ class OutputGroup:
         self._each = {name: one for name, one in self.sums.items() if not one.joins}
         self._joined = {name: one for name, one in self.sums.items() if one.joins}
         self._has_means_only = all(isinstance(one, Mean) for one in self.sums.values())
-        # By name, if each of them can also compute the value of a batch alone.
-        self._sums_alone = {name: one for name, one in self.sums.items() if type(one) is Mean}
-        if len(self._sums_alone) < len(self.sums):
-            self._sums_alone = {}
         self.sees_each: bool = bool(self._each)
         self._loss: Mean | None = None
         self._needs_weight = any(one.weighted for one in self._joined.values())
@@ -100,18 +96,6 @@ class OutputGroup:
         if self._is_first:
             self.flush()  # so that an error is raised here, with the metric's name
             self._is_first = False
-
-    def of_batch(self, prediction: Tensor, target: Tensor) -> dict[str, Any]:
-        """Return each metric's value of a single batch without gradients, and forget all samples.
-
-        The values are those that `results` gives after one `update`.
-        """
-        if not self._sums_alone:
-            self.reset()
-            self.update(prediction, target, None)
-            return dict(self.results())
-        batch = Batch(prediction, target)
-        return {name: one.of_batch(batch) for name, one in self._sums_alone.items()}
 
     def flush(self) -> None:
         """Count the waiting batches."""

@@ -10,11 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.modules.module import _has_any_global_hook
 
 from fitkit import trees
 from fitkit.accelerators import has_streams
-from fitkit.arguments import is_torchs
 from fitkit.callbacks import CallbackList, ProgressBar
 from fitkit.callbacks.base import share_buffers
 from fitkit.callbacks.progress import with_built_in
@@ -25,7 +23,7 @@ from fitkit.data.to_device import Streams, tensors_in
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ConfigurationError, warn
-from fitkit.hooks import evaluation_stage, overridden
+from fitkit.hooks import evaluation_stage
 from fitkit.losses import Count
 from fitkit.module import Module
 from fitkit.samples import samples_of
@@ -35,7 +33,7 @@ from fitkit.training.jit.net import as_written
 from fitkit.training.log import LazyLogs, reduced, warn_of_empty
 from fitkit.training.own_step import Step, StepContext, predict_step_for, step_for
 from fitkit.training.settings import EvaluateArguments
-from fitkit.training.step import CompiledStep, PredictStep, is_plain_wrapper
+from fitkit.training.step import CompiledStep, PredictStep
 from fitkit.training.surroundings import evaluating, rank_source, surroundings
 from fitkit.training.with_gradients import first_step
 
@@ -306,17 +304,12 @@ class InStep:
 class EvaluationPlan:
     """Decides how a pass over data computes its batches, and what makes it fast.
 
-    - A pass computes no gradients. Torch's inference mode saves one or two microseconds an
-      operation over `no_grad`. But its tensors can never take part in a backward pass, and nothing
-      in it can be differentiated. A net's code may keep tensors for later (positions, masks), or
-      compute a derivative. So inference mode is used only for nets that consist of torch's layers,
-      with losses and metrics that fitkit knows.
     - If all batches are rows of the same tensors, steps from the second on skip the work whose
       result can't change.
     - Losses that are means over samples are computed for many batches at once, as metrics are.
     - If `jit_compile` asks for it, the net and the loss are compiled (`JitPass`).
 
-    The first batch is an ordinary step under `no_grad`, with all checks.
+    A pass computes no gradients. The first batch is an ordinary step, with all checks.
 
     Args:
         model: the model that the pass evaluates.
@@ -342,19 +335,14 @@ class EvaluationPlan:
         self._begin = callbacks.hooks(f"on_{stage}_batch_begin")
         self._end = callbacks.hooks(f"on_{stage}_batch_end")
         self._has_one_batch = source.steps == 1
-        self._sees_only_torchs = partial(sees_only_torchs, model, step, callbacks, stage)
-        # A single batch is computed by the first step, which doesn't ask.
-        self._may_infer = not self._has_one_batch and self._sees_only_torchs()
         shows = any(isinstance(callback, ProgressBar) for callback in callbacks.callbacks)
         self._jit = jit_pass(model, step, take, is_announced=shows)
         self._users_look = users_look(callbacks, stage)
-        # Whether batches are views or rows of tensors in memory. Other batches are made outside of
-        # inference mode, since their maker may keep them. Ranks in step don't qualify: they may
-        # repeat a batch, marked as one that doesn't count.
+        # Whether batches are views or rows of tensors in memory. Ranks in step don't qualify: they
+        # may repeat a batch, marked as one that doesn't count.
         alike = not model._fitkit.compilation.strategy.evaluates_in_step
         self._in_memory = alike and isinstance(source.whole, ArraySource)
         self._is_plain = model._fitkit.compilation.strategy.precision.is_plain
-        self._mode: torch.inference_mode | None = None
         self._no_grad = torch.no_grad()
         self._as_written = contextlib.ExitStack()
 
@@ -380,7 +368,7 @@ class EvaluationPlan:
         advance = self._first
         index, empty = -1, 0
         with self:
-            batches = self.batches(self._step.mover.bring_each(iter(mine)))
+            batches = self._step.mover.bring_each(iter(mine))
             for group in in_groups(batches, model._fitkit.compilation.steps_per_execution):
                 has_rows = False
                 for index, batch in group:
@@ -427,18 +415,8 @@ class EvaluationPlan:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._leave()
         self._as_written.close()
         self._no_grad.__exit__(None, None, None)
-
-    def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Give the batches; make them outside of inference mode if it could matter."""
-        return batches if self._in_memory or not self._may_infer else self._outside(batches)
-
-    def _outside(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            yield batch
-            self._leave()
 
     def step_after_first(self, first: Any) -> Callable[..., Any]:
         """Return the function that makes the steps from the second on.
@@ -450,7 +428,6 @@ class EvaluationPlan:
         if jit is not None and not jit.gains(keeps=self._in_memory and not self._users_look):
             self._jit = jit = None
             self._as_written.enter_context(as_written(self._model))
-            self._may_infer = self._sees_only_torchs()
         plain = self._plain_after(first)
         if jit is None:
             return plain
@@ -458,22 +435,13 @@ class EvaluationPlan:
 
     def _plain_after(self, first: Any) -> Callable[..., Any]:
         step = self._step
-        if isinstance(step, CompiledStep):
-            # Inference mode needs a step without user code in the loss and the metrics.
-            users = step.loss.has_user_code or (step.meters or step.loss).has_user_code
-            self._may_infer = self._may_infer and not users
-        elif not isinstance(step, PredictStep):
+        if not isinstance(step, (CompiledStep, PredictStep)) or not self._in_memory:
             return step
-        if not self._in_memory:
-            return self._inside if self._may_infer else step
-        if self._may_infer:
-            self._enter()
         if type(first) is not tuple or not self._is_plain or not step.mover.leaves(first):
             return step
-        forward = self._model.net if self._may_infer else step.forward
         if isinstance(step, PredictStep):
-            return _short_prediction(step, forward, first)
-        return _short_evaluation(step, forward, first)
+            return _short_prediction(step, first)
+        return _short_evaluation(step, first)
 
     def flush_for_hooks(self) -> None:
         """Compute pending batches at the end of a group, if a callback may read the results."""
@@ -485,38 +453,6 @@ class EvaluationPlan:
         if self._jit is not None:
             self._jit.flush()
 
-    def _inside(self, batch: Any, index: int) -> Any:
-        self._enter()
-        return self._step(batch, index)
-
-    def _enter(self) -> None:
-        if self._mode is None:
-            self._mode = torch.inference_mode()
-            self._mode.__enter__()
-
-    def _leave(self) -> None:
-        if self._mode is not None:
-            self._mode.__exit__(None, None, None)
-            self._mode = None
-
-
-def sees_only_torchs(model: Module, step: Any, callbacks: CallbackList | None, stage: str) -> bool:
-    """Return whether only torch's layers and fitkit's code see the tensors that steps make.
-
-    This is false if the model defines its own steps, if callbacks act at each batch, or if there
-    are module hooks. It is also false if the net is wrapped, for replicas or shards. A compiled net
-    would be compiled a second time.
-    """
-    if not isinstance(step, (CompiledStep, PredictStep)) or not step.wrapped.is_bare:
-        return False
-    if not is_plain_wrapper(model) or overridden(model, "transfer_batch_to_device"):
-        return False
-    if callbacks is not None and users_look(callbacks, stage):
-        return False
-    layers = (module for module in model.modules() if module is not model)
-    has_hooks = bool(model._forward_hooks or model._forward_pre_hooks or _has_any_global_hook())
-    return not has_hooks and all(map(is_torchs, layers))
-
 
 def users_look(callbacks: CallbackList, stage: str) -> bool:
     """Return whether a callback other than the progress bar acts at batches of a pass."""
@@ -524,15 +460,13 @@ def users_look(callbacks: CallbackList, stage: str) -> bool:
     return any(type(getattr(hook, "__self__", None)) is not ProgressBar for hook in hooks)
 
 
-def _short_evaluation(
-    compiled: CompiledStep, forward: Callable[..., Any], first: Any
-) -> Callable[..., Any]:
+def _short_evaluation(compiled: CompiledStep, first: Any) -> Callable[..., Any]:
     """Return a faster step for pairs `(x, y)` of one tensor each.
 
     It records the same values as the full step, and returns nothing. The loss may be computed
     later, for many batches at once (`OutputGroup.join_loss`).
     """
-    loss, add = compiled.loss.direct, compiled.logbook.loss.add
+    forward, loss, add = compiled.forward, compiled.loss.direct, compiled.logbook.loss.add
     meters = None if compiled.meters is None else compiled.meters.only
     has_several = compiled.meters is not None and meters is None
     if len(first) != 2 or loss is None or has_several:
@@ -572,13 +506,11 @@ def _short_evaluation(
     return step
 
 
-def _short_prediction(
-    whole: PredictStep, forward: Callable[..., Any], first: Any
-) -> Callable[..., Any]:
+def _short_prediction(whole: PredictStep, first: Any) -> Callable[..., Any]:
     """Return a faster step with the same outputs, for batches whose inputs are one tensor."""
     if not isinstance(first[0], torch.Tensor):
         return whole
-    net = whole.wrapped.module
+    forward, net = whole.forward, whole.wrapped.module
 
     def step(batch: Any, index: int = 0) -> Any:
         x = batch[0]

@@ -366,14 +366,6 @@ class Update:
         else:
             self._learn(step(batch, index, **optimizer))
 
-    def learn_alone(self, loss: torch.Tensor) -> None:
-        """Make an update from a batch's loss that was computed without the step.
-
-        The batch is the whole update, in a single process. The parameters have no gradients.
-        """
-        self.backward(loss)
-        self._update()
-
     def _learn_jit(self, jit: JitUpdate, batch: Any, index: int) -> bool:
         """Learn from a batch by the compiled functions; return whether that could be done."""
         if not jit(batch, index):

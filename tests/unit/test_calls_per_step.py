@@ -100,10 +100,10 @@ LIMITS = {
     "the same without metrics": (lambda: from_loader(()), 256),
     "arrays, Adam and accuracy by name": (from_arrays, 275),
     "evaluate on arrays": (evaluated, 56),
-    "predict on arrays": (predicted, 35),
-    "train_on_batch": (lambda: one_by_one("train_on_batch", "x", "y"), 326),
-    "test_on_batch": (lambda: one_by_one("test_on_batch", "x", "y"), 122),
-    "predict_on_batch": (lambda: one_by_one("predict_on_batch", "x"), 85),
+    "predict on arrays": (predicted, 38),
+    "train_on_batch": (lambda: one_by_one("train_on_batch", "x", "y"), 545),
+    "test_on_batch": (lambda: one_by_one("test_on_batch", "x", "y"), 345),
+    "predict_on_batch": (lambda: one_by_one("predict_on_batch", "x"), 240),
 }
 """What is run, and the most calls that a step of it may make."""
 
