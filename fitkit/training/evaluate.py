@@ -17,8 +17,7 @@ from fitkit.callbacks import CallbackList, ProgressBar
 from fitkit.callbacks.base import share_buffers
 from fitkit.callbacks.progress import with_built_in
 from fitkit.data.arrays import ArraySource
-from fitkit.data.batches import NoRows, Source, in_groups, limited
-from fitkit.data.sharding import RankBatch
+from fitkit.data.batches import Batch, NoRows, Source, in_groups, limited
 from fitkit.data.to_device import Streams, tensors_in
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Strategy
@@ -114,7 +113,9 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
     strategy: Strategy = model._fitkit.compilation.strategy
     data_ranks, group_size = strategy.data_ranks, model._fitkit.compilation.steps_per_execution
     with surroundings(model, "predict", arguments.source.batch_size):
-        source = rank_source(model, arguments.source, training=False, steps=arguments.steps)
+        source = rank_source(
+            model, arguments.source, training=False, steps=arguments.steps, samples_of=samples_of
+        )
         context, step = predict_step_for(model)
         callbacks = with_built_in(arguments.callback_list, arguments.verbose)
         copies = HostCopies(lent=not isinstance(source.whole, ArraySource))
@@ -227,9 +228,8 @@ class InStep:
     Args:
         batches: this rank's batches.
         strategy: says whether its ranks run in step. If they don't, the batches stay as they are.
-        marks_padding: whether a repeated batch becomes a `RankBatch` without samples, which a step
-            doesn't count. Otherwise it is repeated unchanged, and `without_padding` removes its
-            outputs.
+        marks_padding: whether a repeated batch has no samples, so that a step doesn't count it.
+            Otherwise it is repeated unchanged, and `without_padding` removes its outputs.
 
     Attributes:
         samples: of each batch so far, where padding isn't marked; 0 for one without rows.
@@ -264,12 +264,7 @@ class InStep:
     def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Note the samples of each batch, by which its outputs are joined."""
         for batch in batches:
-            # Without calls where the batch is one tensor.
-            x = batch[0] if type(batch) is tuple and batch[1:] == () else None
-            if type(x) is torch.Tensor and x.layout is torch.strided and not x.is_nested and x.ndim:
-                self.samples += [x.shape[0]]
-            else:
-                self.samples += [0 if batch is NoRows else samples_of(batch)]
+            self.samples += [0 if batch is NoRows else batch.samples]
             yield batch
 
     def without_padding(self, outputs: list[Any]) -> list[Any]:
@@ -298,7 +293,7 @@ class InStep:
                 yield batch
             else:
                 self._padding.add(self._count - 1)
-                yield RankBatch(last, 0, 1) if self._marks_padding else last
+                yield Batch(last.data, 0, 1) if self._marks_padding else last
 
 
 class EvaluationPlan:
@@ -437,11 +432,12 @@ class EvaluationPlan:
         step = self._step
         if not isinstance(step, (CompiledStep, PredictStep)) or not self._in_memory:
             return step
-        if type(first) is not tuple or not self._is_plain or not step.mover.leaves(first):
+        data = first.data
+        if type(data) is not tuple or not self._is_plain or not step.mover.leaves(data):
             return step
         if isinstance(step, PredictStep):
-            return _short_prediction(step, first)
-        return _short_evaluation(step, first)
+            return _short_prediction(step, data)
+        return _short_evaluation(step, data)
 
     def flush_for_hooks(self) -> None:
         """Compute pending batches at the end of a group, if a callback may read the results."""
@@ -481,7 +477,7 @@ def _short_evaluation(compiled: CompiledStep, first: Any) -> Callable[..., Any]:
 
     def step(batch: Any, index: int = 0) -> None:
         nonlocal shape
-        x, y = batch
+        x, y = batch.data
         try:
             prediction = forward(x)
             # Compute the loss if the prediction's shape changes. A misfit then fails by itself,
@@ -494,7 +490,7 @@ def _short_evaluation(compiled: CompiledStep, first: Any) -> Callable[..., Any]:
         except Exception as error:
             compiled.explain(error, x, y)
             raise
-        compiled.samples = compiled.total = samples = y.shape[0]
+        compiled.samples = samples = batch.samples
         if of_each is None:
             add(
                 value.detach() if value.requires_grad else value,
@@ -513,7 +509,7 @@ def _short_prediction(whole: PredictStep, first: Any) -> Callable[..., Any]:
     forward, net = whole.forward, whole.wrapped.module
 
     def step(batch: Any, index: int = 0) -> Any:
-        x = batch[0]
+        x = batch.data[0]
         try:
             return forward(x)
         except Exception as error:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fitkit.data.batches import Batch
 from fitkit.distributed.strategies import Engine, Strategy
 from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import overridden
@@ -46,7 +47,7 @@ class Manual:
         self._updates_before: int | None = None  # of the epoch; None before its first batch
         self._has_warned = False
 
-    def __call__(self, batch: Any, index: int) -> None:
+    def __call__(self, batch: Batch, index: int) -> None:
         state, updates = self._state, self._state.updates
         if self._updates_before is None:
             self._updates_before = updates

@@ -21,7 +21,7 @@ from fitkit.data.arrays import (
     made_dense,
     wide_dtype,
 )
-from fitkit.data.batches import check_weights
+from fitkit.data.batches import Batch, check_weights
 from fitkit.data.sources import array_batch, check_data_type
 from fitkit.hooks import STEP_HOOKS, evaluation_stage
 from fitkit.losses.class_weights import ClassWeights
@@ -39,7 +39,7 @@ from fitkit.samples import Reading, reading
 from fitkit.training.evaluate import joined, on_host
 from fitkit.training.log import warn_of_empty
 from fitkit.training.own_step import StepContext, predict_step_for, running, step_for
-from fitkit.training.step import CompiledStep, PredictStep, forward_of
+from fitkit.training.step import CompiledStep, PredictStep, counter_of, forward_of
 from fitkit.training.surroundings import (
     computing,
     evaluating,
@@ -329,7 +329,12 @@ def _ready(
     return kept, batch
 
 
-def _values_of(kept: KeptStep, batch: tuple[Any, ...]) -> dict[str, Any]:
+def _counted(model: Module, data: tuple[Any, ...]) -> Batch:
+    samples = counter_of(model)(data)
+    return Batch(data, samples, samples)
+
+
+def _values_of(kept: KeptStep, batch: Batch) -> dict[str, Any]:
     """Return the values of the one batch that a step has computed."""
     step = kept.step
     if not kept.is_kept:
@@ -372,8 +377,9 @@ def fit_batch(
                             model, context, step, accumulate=1, compiles=False
                         )
                     state.accumulate = 1
-                    kept.update(batch, 0)
-                    values = _values_of(kept, batch)
+                    counted = _counted(model, batch)
+                    kept.update(counted, 0)
+                    values = _values_of(kept, counted)
                 finally:
                     step.logbook.logged.finish()
     model._fitkit.log_names = list(values)
@@ -393,8 +399,9 @@ def evaluate_batch(model: Module, arrays: tuple[Any, ...]) -> dict[str, Any]:
         step = kept.step
         with evaluating(model, kept.context, modules), torch.no_grad():
             try:
-                first_step(model, step, batch)
-                values = _values_of(kept, batch)
+                counted = _counted(model, batch)
+                first_step(model, step, counted)
+                values = _values_of(kept, counted)
             finally:
                 step.logbook.logged.finish()
     steps.give(model, batch, kept)
@@ -410,6 +417,7 @@ def predict_batch(model: Module, x: Any) -> Any:
             place(model)
             kept = KeptStep(*predict_step_for(model))
         with evaluating(model, kept.context, modules), torch.no_grad():
-            outputs = trees.to_numpy(joined([on_host(first_step(model, kept.step, batch))]))
+            found = first_step(model, kept.step, _counted(model, batch))
+            outputs = trees.to_numpy(joined([on_host(found)]))
     steps.give(model, batch, kept)
     return outputs

@@ -14,8 +14,7 @@ import torch
 from fitkit import trees
 from fitkit.arguments import describe
 from fitkit.data.arrays import ArraySource
-from fitkit.data.batches import Source
-from fitkit.data.sharding import RankBatch
+from fitkit.data.batches import Batch, Source
 from fitkit.data.sources import targets_of
 from fitkit.data.to_device import Mover, moved_by
 from fitkit.distributed.collectives import Collectives
@@ -28,7 +27,6 @@ from fitkit.hooks import has_own_steps, overridden, step_arguments
 from fitkit.losses import Count, Term, checked_count
 from fitkit.losses.class_weights import ClassWeights
 from fitkit.module import LogOptions, Module, is_metric
-from fitkit.samples import samples_of
 from fitkit.training.jit.programs import compiles_updates, traces_gradients
 from fitkit.training.log import Logbook, Logged
 from fitkit.training.step import CompiledStep, PredictStep
@@ -318,7 +316,6 @@ class OwnStep:
         self.model = model
         self.context = context
         self.wrapped = wrapped
-        self._samples_of = context.compiled.samples_of
         self.mover: Mover = context.compiled.mover
         self.logbook: Logbook = context.compiled.logbook
         self.samples: int = 0
@@ -394,7 +391,7 @@ class OwnStep:
             )
 
     def __call__(
-        self, batch: Any, index: int, optimizer_idx: int = 0, *, counts: bool = True
+        self, batch: Batch, index: int, optimizer_idx: int = 0, *, counts: bool = True
     ) -> torch.Tensor | None:
         """The batch's loss, if it has one, noted in the logbook.
 
@@ -405,20 +402,16 @@ class OwnStep:
             ConfigurationError: a training step gave no loss that can be learned from.
         """
         context = self.context
-        rank_batch = batch if type(batch) is RankBatch else None
-        batch = batch if rank_batch is None else rank_batch.batch
-        self.samples = self.total = self._samples_of(batch)
-        if rank_batch is not None:
-            self.samples, self.total = rank_batch.samples, rank_batch.total
-        context.samples = self.samples
-        is_padding = rank_batch is not None and rank_batch.samples == 0
+        self.samples, self.total = batch.samples, batch.total
+        context.samples = batch.samples
+        is_padding = batch.samples == 0
         context.is_padding = is_padding or not counts
         if self.synchronization is not None:
             self.synchronization.counts = not is_padding
         if context.waiting and counts:
             context.take_waiting()  # before the ranks exchange the step's values
         with _metrics_restored(self.model) if context.is_padding else contextlib.nullcontext():
-            moved = batch if self._moves else self.mover.transfer(batch)
+            moved = batch.data if self._moves else self.mover.transfer(batch.data)
             with self.autocast():
                 outputs = self.enter(moved, *self.arguments(index, optimizer_idx))
                 outputs = self.ended(outputs)
@@ -437,20 +430,15 @@ class OwnStep:
             context.logged.exchange(self.ranks, is_padding=is_padding)
         return loss
 
-    def take(
-        self, batch: Any, count: Any, rank_batch: RankBatch | None, *, is_compiled_loss: bool
-    ) -> None:
+    def take(self, batch: Batch, count: Any, *, is_compiled_loss: bool) -> None:
         """Take a batch whose step was computed elsewhere: it counts from now on.
 
         Args:
             count: what the step said that its loss is the mean over; None where it didn't.
-            rank_batch: what the batch is among those of all ranks; None on one rank.
             is_compiled_loss: whether the step returned what `super().training_step` gave.
         """
         context = self.context
-        self.samples = self.total = self._samples_of(batch)
-        if rank_batch is not None:
-            self.samples, self.total = rank_batch.samples, rank_batch.total
+        self.samples, self.total = batch.samples, batch.total
         context.samples, context.is_padding = self.samples, False
         if context.waiting:
             context.take_waiting()
@@ -484,7 +472,7 @@ class OwnStep:
             return with_mean_loss(outputs, self.wrapped.weights)
         return outputs
 
-    def again(self, batch: Any, index: int, optimizer_idx: int = 0) -> torch.Tensor:
+    def again(self, batch: Batch, index: int, optimizer_idx: int = 0) -> torch.Tensor:
         """The batch's loss once more, noted nowhere (LBFGS computes it several times)."""
         loss = self(batch, index, optimizer_idx, counts=False)
         assert loss is not None
@@ -518,7 +506,7 @@ class OwnStep:
         self.terms = compiled.terms
         return compiled.count
 
-    def counts_of(self, batch: Any) -> list[float]:
+    def counts_of(self, batch: Batch) -> list[float]:
         """As `CompiledStep.counts_of`, where the compiled loss is what the step returns."""
         assert self.context.compiled is not None
         return self.context.compiled.counts_of(batch)
@@ -619,12 +607,12 @@ class OwnPredictStep:
         """Call the model's step as the model is wrapped now."""
         self._enter = entry_of(self.model, self.wrapped, "predict_step")
 
-    def __call__(self, batch: Any, index: int = 0) -> Any:
+    def __call__(self, batch: Batch, index: int = 0) -> Any:
         """The outputs for a batch."""
         arguments = (index,) if self._takes_index else ()
-        self.context.samples = samples_of(batch)
+        self.context.samples = batch.samples
         with self._autocast():
-            moved = batch if self._moves else self.mover.transfer(batch)
+            moved = batch.data if self._moves else self.mover.transfer(batch.data)
             outputs = self._end(self._enter(moved, *arguments))
         if self._is_first:
             self.mover.transfer.note_writes()

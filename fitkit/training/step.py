@@ -16,8 +16,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fitkit import trees
-from fitkit.data.batches import check_weights, unpack_batch, warn_of_second_target
-from fitkit.data.sharding import RankBatch
+from fitkit.data.batches import Batch, check_weights, unpack_batch, warn_of_second_target
 from fitkit.data.to_device import LABEL_KEYS, Mover, Transfer
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.spread.context_parallel import SequenceParts
@@ -32,7 +31,7 @@ from fitkit.losses.compiled import total_of
 from fitkit.metrics.compiled import CompiledMetrics
 from fitkit.modes import modes_restored
 from fitkit.module import Module
-from fitkit.samples import Counted, counted, counted_in, said_by, samples_in
+from fitkit.samples import counted, counted_in, plain_rows, said_by, samples_in
 from fitkit.training.explain import raise_explained, shape_words
 from fitkit.training.log import Logbook
 from fitkit.training.own_loss import ask_for_rows, ask_for_sum, takes_items_in_batch
@@ -59,7 +58,6 @@ class CompiledStep:
     Attributes:
         samples: the samples of the last batch on this rank; 0 if it was padding.
         total: the samples of the last batches on all ranks.
-        given_samples: the samples of the last batch that was moved; None if its rows are counted.
         count: what the last batch's loss was the mean over; None for its samples.
         may_count: as given.
         keeps_batches: whether batches' memory stays unchanged while others are read.
@@ -98,8 +96,6 @@ class CompiledStep:
         self.loss.class_weights = class_weights
         self.logbook: Logbook = Logbook(compilation.metrics.begin())
         self.logbook.doubts = model._fitkit.doubts
-        self._speaks = strategy.collectives.rank == 0
-        self._has_target = compilation.target is not None
         self.meters: CompiledMetrics | None = self.logbook.meters or None
         self.class_weights = class_weights
         self.all_targets: list[Any] = all_targets or []
@@ -108,7 +104,6 @@ class CompiledStep:
         self._had_target = False
         self.samples: int = 0
         self.total: int = 0
-        self.given_samples: int | None = None
         self.may_count = may_count
         self.keeps_batches = keeps_batches
         if (own := self.loss.own) is not None:
@@ -133,17 +128,16 @@ class CompiledStep:
         """Undo the first batch's changes to the data's memory."""
         self.mover.transfer.undo_writes()
 
-    def __call__(self, batch: Any, index: int = 0) -> torch.Tensor:
+    def __call__(self, batch: Batch, index: int = 0) -> torch.Tensor:
         """Compute the batch's loss, and record it in the logbook with the metrics.
 
         Raises:
             ConfigurationError: the net, loss or metrics can't take the batch. The message speaks of
                 what the user passed, and torch's own error is its cause.
         """
-        rank_batch = batch if type(batch) is RankBatch else None
-        x, y, weight = self.moved_parts(batch if rank_batch is None else rank_batch.batch)
+        x, y, weight = self.moved_parts(batch.data)
         if self.synchronization is not None:
-            self.synchronization.counts = rank_batch is None or rank_batch.samples > 0
+            self.synchronization.counts = batch.samples > 0
         if not self.checked:
             self._check_batch(x, y, weight)
         try:
@@ -160,37 +154,23 @@ class CompiledStep:
             raise
         if self._sequences is not None:
             loss = self._mean_of_sequences(loss)
-        self.note(prediction, loss, parts, (x, y, weight), rank_batch)
+        self.note(batch, prediction, loss, parts, y, weight)
         return loss
 
     def note(
         self,
+        batch: Batch,
         prediction: Any,
         loss: torch.Tensor,
         parts: dict[str, torch.Tensor],
-        batch: tuple[Any, Any, Any],
-        rank_batch: RankBatch | None = None,
+        y: Any,
+        weight: Any,
     ) -> None:
-        """Add the results of a batch's step to the pass's values.
-
-        Args:
-            batch: its inputs, targets and weights.
-            rank_batch: how many of its samples count; None if all do.
-        """
-        x, y, weight = batch
-        samples = self.given_samples
-        if samples is None:
-            both = type(x) is torch.Tensor and type(y) is torch.Tensor
-            if both and not (x.is_nested or y.is_nested) and y.ndim and x.shape[:1] == y.shape[:1]:
-                samples = y.shape[0]
-            else:
-                samples = self._told(counted_in(x, y))
-        self.samples = self.total = samples
-        if rank_batch is not None:
-            self.samples, self.total = rank_batch.samples, rank_batch.total
-            if rank_batch.samples == 0:
-                self.count = None if self.count is None else 0
-                return
+        """Add the results of a batch's step to the pass's values."""
+        self.samples, self.total = batch.samples, batch.total
+        if batch.samples == 0:
+            self.count = None if self.count is None else 0
+            return
         logbook, samples = self.logbook, self.samples
         if self.terms is not None:
             logbook.loss.last = loss.detach()
@@ -207,19 +187,19 @@ class CompiledStep:
         if self.meters is not None:
             self.meters.update(prediction, y, weight)
 
-    def again(self, batch: Any, index: int = 0) -> torch.Tensor:
+    def again(self, batch: Batch, index: int = 0) -> torch.Tensor:
         """The batch's loss again, without recording it (LBFGS computes it several times)."""
-        opened = self.moved_parts(batch.batch if type(batch) is RankBatch else batch)
+        opened = self.moved_parts(batch.data)
         return self.compute(self.forward, *opened)[1]
 
-    def run_first_checks(self, batch: Any, wrapped: WrappedModel) -> None:
+    def run_first_checks(self, batch: Batch, wrapped: WrappedModel) -> None:
         """Run the first batch's checks with a batch that doesn't count.
 
         Args:
             wrapped: the model as evaluations call it: without DDP, but with gathering of sharded
                 weights.
         """
-        opened = self.moved_parts(batch.batch if type(batch) is RankBatch else batch)
+        opened = self.moved_parts(batch.data)
         self.compute(forward_of(wrapped), *opened)
 
     def inside(self, model: Callable[..., Any], batch: Any, *, counts: bool) -> torch.Tensor:
@@ -245,25 +225,8 @@ class CompiledStep:
         return loss
 
     def moved_parts(self, batch: Any) -> tuple[Any, Any, Any]:
-        """The batch's inputs, targets and weights, on the device.
-
-        The samples are those of the batch as it was given: it may say its number.
-        """
-        kind = type(batch)
-        self.given_samples = None if kind is tuple or kind is list else self.samples_of(batch)
+        """The batch's inputs, targets and weights, on the device."""
         return self.parts(self._move(batch))
-
-    def samples_of(self, batch: Any) -> int:
-        """The samples of a batch as it was given. Entries that disagree are said once."""
-        if self._has_target and isinstance(batch, Mapping) and said_by(batch) is None:
-            return self._told(counted_in(*self._unpack(batch)[:2]))
-        return self._told(counted(batch))
-
-    def _told(self, found: Counted) -> int:
-        """The number that was counted, after its doubt was said."""
-        if found.doubt is not None:
-            self.logbook.doubts.note(found.doubt, speaks=self._speaks)
-        return found.samples
 
     def parts(self, batch: Any) -> tuple[Any, Any, Any]:
         """The inputs, targets and weights of a batch that is on the device."""
@@ -384,12 +347,10 @@ class CompiledStep:
         if not (own.is_decided or self._waits_for_ranks):
             ask_for_rows(own, computed, prediction, x, y, is_part=self.is_part)
 
-    def counts_of(self, batch: Any) -> list[float]:
+    def counts_of(self, batch: Batch) -> list[float]:
         """What each output's mean will be taken over, for a batch that isn't computed yet."""
-        rank_batch = batch if type(batch) is RankBatch else None
-        x, y, _ = self._unpack(batch if rank_batch is None else rank_batch.batch)
-        samples = samples_in(x, y) if rank_batch is None else rank_batch.samples
-        counts = self.loss.counts(trees.map_leaves(torch.as_tensor, y))
+        _, y, _ = self._unpack(batch.data)
+        samples, counts = batch.samples, self.loss.counts(trees.map_leaves(torch.as_tensor, y))
         return [float(samples if c is None or not samples else c) for c in counts]
 
     def explain(self, error: Exception, x: Any, y: Any) -> None:
@@ -473,6 +434,26 @@ def unpacker_of(model: Module, name: str | None = None) -> Callable[[Any], tuple
     return taken_apart
 
 
+def counter_of(model: Module) -> Callable[[Any], int]:
+    """What counts the samples of a model's batches. Entries that disagree are said once."""
+    compilation, doubts = model._fitkit.compilation, model._fitkit.doubts
+    speaks = compilation.strategy.collectives.rank == 0
+    unpack = None if compilation.target is None else unpacker_of(model)
+
+    def samples_of(batch: Any) -> int:
+        if (rows := plain_rows(batch)) is not None:
+            return rows
+        if unpack is not None and isinstance(batch, Mapping) and said_by(batch) is None:
+            found = counted_in(*unpack(batch)[:2])
+        else:
+            found = counted(batch)
+        if found.doubt is not None:
+            doubts.note(found.doubt, speaks=speaks)
+        return found.samples
+
+    return samples_of
+
+
 def check_inputs(x: Any, weight: Any, name: str) -> None:
     """Refuse a batch without a tensor of inputs, or with invalid weights.
 
@@ -519,9 +500,9 @@ class PredictStep:
         self.checked: bool = False
         self._sequences = wrapped if isinstance(wrapped, SequenceParts) else None
 
-    def __call__(self, batch: Any, index: int = 0) -> Any:
+    def __call__(self, batch: Batch, index: int = 0) -> Any:
         """The net's outputs for the batch's inputs. Targets and weights are ignored."""
-        x, _, _ = self.moved_parts(batch)
+        x, _, _ = self.moved_parts(batch.data)
         if not self.checked:
             check_inputs(x, None, "x")
         sequences = self._sequences

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from fitkit import trees
 from fitkit.accelerators import widest_dtype
 from fitkit.checkpoint import check_fused_state
-from fitkit.data.batches import NoRows
+from fitkit.data.batches import Batch, NoRows
 from fitkit.distributed.precision import CLOSURE, Scaling, match_state
 from fitkit.distributed.strategies import Engine, Strategy
 from fitkit.errors import ConfigurationError, warn
@@ -149,9 +149,10 @@ class Upcoming:
         """Return the next `count` batches that have rows, or fewer if fewer are left."""
         found = [batch for batch in self._seen if batch is not NoRows]
         while len(found) < count and (batch := next(self._batches, None)) is not None:
-            batch = trees.kept(batch)
+            if batch is not NoRows:
+                batch = Batch(trees.kept(batch.data), batch.samples, batch.total)
+                found.append(batch)
             self._seen.append(batch)
-            found += [] if batch is NoRows else [batch]
         return found[:count]
 
 
@@ -323,7 +324,9 @@ class Update:
         """Look ahead at the same batches as another optimizer's updates."""
         self._upcoming = other._upcoming
 
-    def __call__(self, batch: Any, index: int, *, compiles: bool = True, **optimizer: Any) -> None:
+    def __call__(
+        self, batch: Batch, index: int, *, compiles: bool = True, **optimizer: Any
+    ) -> None:
         """Learn from a batch: compute its loss, and make the update if the group is complete.
 
         Args:
@@ -649,7 +652,7 @@ class ByTurns:
         turns = state.frequencies or []
         self._turns = [number for number, count in enumerate(turns) for _ in range(count)]
 
-    def __call__(self, batch: Any, index: int) -> None:
+    def __call__(self, batch: Batch, index: int) -> None:
         numbers = range(len(self.updates))
         if self._turns:
             turn = self._turns[index % len(self._turns)]

@@ -10,9 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fitkit import trees
+from fitkit.data.batches import Batch
 from fitkit.errors import warn
 from fitkit.module import Module
-from fitkit.training.jit.graph_calls import Batch
+from fitkit.training.jit.graph_calls import Parts
 from fitkit.training.jit.net import as_written, compute_as_written
 from fitkit.training.jit.programs import (
     FEWEST_TOGETHER,
@@ -93,11 +94,11 @@ class JitPass:
         self._may_repeat = False  # whether torch may skip its checks, see `Programs.run`
         self._shapes: Any = None
         self._others = 0
-        self._held: list[Any] = []
-        self._parts: list[Batch] = []
+        self._held: list[Batch] = []
+        self._parts: list[Parts] = []
         self.stopped: bool = False
 
-    def first(self, batch: Any, index: int) -> Any:
+    def first(self, batch: Batch, index: int) -> Any:
         """Make a pass's first step without compiling; it checks everything."""
         step, forward, seen = self._step, self._step.forward, _Operations()
 
@@ -136,7 +137,7 @@ class JitPass:
         return fused >= FEWEST_FUSED or (self._may_repeat and operations >= FEWEST_OPERATIONS)
 
     def after_first(
-        self, first: Any, plain: Callable[..., Any], *, keeps: bool
+        self, first: Batch, plain: Callable[..., Any], *, keeps: bool
     ) -> Callable[..., Any]:
         """Return the function that makes the steps from the second on.
 
@@ -156,15 +157,17 @@ class JitPass:
                 self._joins = True
             self._function = self._measured if self._joins else self._computed
         # If the first batch is a pair of tensors that needs no move, then all others are too.
-        self._leaves = keeps and self._traced.leaves(first)
-        self._shapes = shapes_of((*first, None) if self._leaves else step.moved_parts(first))
+        self._leaves = keeps and self._traced.leaves(first.data)
+        parts = (*first.data, None) if self._leaves else step.moved_parts(first.data)
+        self._shapes = shapes_of(parts)
         return self
 
-    def __call__(self, batch: Any, index: int = 0) -> Any:
+    def __call__(self, batch: Batch, index: int = 0) -> Any:
         """Compute a batch, or hold it until there are enough batches for one call."""
         if self.stopped:
             return self._plain(batch, index)
-        parts = (*batch, None) if self._leaves else self._step.moved_parts(batch)
+        data = batch.data
+        parts = (*data, None) if self._leaves else self._step.moved_parts(data)
         if shapes_of(parts) != self._shapes:
             self.flush()
             self._others += 1
@@ -174,7 +177,8 @@ class JitPass:
                 self._run([batch], [parts], None)
             return HELD
         if self._together > 1 and not self._keeps:  # a generator may reuse its arrays
-            parts = batch = trees.map_leaves(copied, parts)
+            parts = trees.map_leaves(copied, parts)
+            batch = Batch(parts, batch.samples, batch.total)
         self._held.append(batch)
         self._parts.append(parts)
         if len(self._held) == self._together:
@@ -189,7 +193,7 @@ class JitPass:
         for batch in held:
             self._run_plainly(batch)
 
-    def _run(self, held: list[Any], batches: list[Batch], shapes: Any) -> None:
+    def _run(self, held: list[Batch], batches: list[Parts], shapes: Any) -> None:
         """Compute some batches in one call.
 
         Args:
@@ -220,13 +224,13 @@ class JitPass:
                 self._take(outputs)
         elif self._joins:
             assert step.meters is not None
-            step.samples = step.total = batches[-1][1].shape[0]
+            step.samples = held[-1].samples
             for prediction, target in found:
                 step.meters.update(prediction, target)
         else:
-            traced.note_together(found, batches)
+            traced.note_together(held, found, batches)
 
-    def _run_plainly(self, batch: Any) -> None:
+    def _run_plainly(self, batch: Batch) -> None:
         with contextlib.nullcontext() if self.stopped else as_written(self._model):
             outputs = self._plain(batch, 0)
         if self._predicts:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from fitkit import trees
-from fitkit.data.sharding import RankBatch
+from fitkit.data.batches import Batch
 from fitkit.distributed.strategies import Strategy
 from fitkit.losses import Term
 from fitkit.losses.compiled import total_of
 from fitkit.module import Module
 from fitkit.samples import samples_in
-from fitkit.training.jit.graph_calls import Batch
+from fitkit.training.jit.graph_calls import Parts
 from fitkit.training.jit.programs import copied
 from fitkit.training.jit.tracing import UncompiledError
 from fitkit.training.own_step import OwnStep, loss_in
@@ -55,7 +55,7 @@ class TracedStep:
         is_hooked = any((*hooks, model._backward_pre_hooks, model._backward_hooks))
         return model.net if self._is_plain_wrapper and not is_hooked else model
 
-    def moved(self, batch: Any, index: int) -> Batch:
+    def moved(self, batch: Any, index: int) -> Parts:
         """Move a batch's inputs, targets and weights to the device."""
         return self._step.moved_parts(batch)
 
@@ -66,13 +66,13 @@ class TracedStep:
             return False
         return all(isinstance(part, torch.Tensor) for part in batch) and step.mover.leaves(batch)
 
-    def as_written(self, batch: Batch) -> torch.Tensor:
+    def as_written(self, batch: Parts) -> torch.Tensor:
         """Compute a batch's loss without compiling; the first batch is checked."""
         assert isinstance(self._step, CompiledStep)
         loss: torch.Tensor = self._step.compute(self.net, *batch)[1]
         return loss
 
-    def entered(self, batch: Batch) -> tuple[Any, ...]:
+    def entered(self, batch: Parts) -> tuple[Any, ...]:
         """Return the arguments of `predicted` and `computed` for a batch: the net's come first."""
         x, y, weight = batch
         if isinstance(x, torch.Tensor):
@@ -112,20 +112,15 @@ class TracedStep:
             return total_of(terms), {name: value for name, _, value, _ in found}, None
         return total_of(terms), {}, found
 
-    def note(
-        self, loss: torch.Tensor, kept: Any, batch: Batch, rank_batch: RankBatch | None = None
-    ) -> None:
-        """Add a traced step's results to the pass's values.
-
-        Args:
-            rank_batch: this rank's part of the step, with its sample counts; None on one rank.
-        """
+    def note(self, batch: Batch, loss: torch.Tensor, kept: Any, parts: Parts) -> None:
+        """Add a traced step's results to the pass's values."""
         if self.device != "cpu":  # a CUDA graph's next replay writes its results in the same place
             loss, kept = trees.map_leaves(copied, (loss, kept))
-        prediction, parts, counted = kept
-        self._step_counted(counted).note(prediction, loss, parts, batch, rank_batch)
+        prediction, by_output, counted = kept
+        _, y, weight = parts
+        self._step_counted(counted).note(batch, prediction, loss, by_output, y, weight)
 
-    def note_inside(self, kept: Any, batch: Batch) -> None:
+    def note_inside(self, kept: Any, batch: Parts) -> None:
         """Add a traced `super().training_step`'s results to the metrics, but not its loss.
 
         Args:
@@ -184,7 +179,7 @@ class TracedStep:
         predictions = torch.cat([kept[0] for _, kept in found])
         return losses, predictions, torch.cat([batch[2] for batch in entered])
 
-    def separated(self, losses: torch.Tensor, kept: Any, whole: Batch, steps: int) -> Any:
+    def separated(self, losses: torch.Tensor, kept: Any, whole: Parts, steps: int) -> Any:
         """Return several steps' results as `joined` does.
 
         Args:
@@ -210,17 +205,16 @@ class TracedStep:
 
         return losses[place], trees.map_leaves(at, kept)
 
-    def note_together(self, found: Any, batches: Sequence[Batch]) -> None:
+    def note_together(self, batches: Sequence[Batch], found: Any, parts: Sequence[Parts]) -> None:
         """Add several steps' results, from `joined`, to the pass's values."""
         if isinstance(found, list):
-            for (loss, kept), batch in zip(found, batches, strict=True):
-                self.note(loss, kept, batch)
+            for batch, (loss, kept), of_batch in zip(batches, found, parts, strict=True):
+                self.note(batch, loss, kept, of_batch)
             return
         if self.device != "cpu":
             found = trees.map_leaves(copied, found)
         step, (losses, predictions, targets) = self._step_counted(None), found
-        x, y, _ = batches[-1]
-        step.samples = step.total = samples_in(x, y)
+        step.samples, step.total = batches[-1].samples, batches[-1].total
         step.logbook.loss.add_each(losses, step.samples)
         if step.meters is not None:
             step.meters.update(predictions, targets)
@@ -245,13 +239,13 @@ class TracedOwnStep:
         self._parts = step.context.compiled.parts
         self._logged: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
         self._last: torch.Tensor | None = None  # the last loss of super().training_step
-        self._computed: list[tuple[Any, Batch]] = []  # the results of super().training_step
+        self._computed: list[tuple[Any, Parts]] = []  # the results of super().training_step
         # These replace the model's methods in a traced step.
         self._stand_ins: dict[str, Any] = {
             "log": self._take_log, "_compiled_loss": self._compiled_loss
         }  # fmt: skip
 
-    def moved(self, batch: Any, index: int) -> Batch:
+    def moved(self, batch: Any, index: int) -> Parts:
         """Move a batch to the device, and return it with its number."""
         return self._step.mover.transfer(batch), None, index
 
@@ -259,7 +253,7 @@ class TracedOwnStep:
         """Return False: `moved` adds the batch's number."""
         return False
 
-    def entered(self, batch: Batch) -> tuple[Any, ...]:
+    def entered(self, batch: Parts) -> tuple[Any, ...]:
         """Return the arguments of `computed` for a batch."""
         whole, _, index = batch
         return whole, self._step.arguments(index)
@@ -306,13 +300,8 @@ class TracedOwnStep:
                 del own[name]
             own.update(before)
 
-    def note(
-        self, loss: torch.Tensor, kept: Any, batch: Batch, rank_batch: RankBatch | None = None
-    ) -> None:
+    def note(self, batch: Batch, loss: torch.Tensor, kept: Any, parts: Parts) -> None:
         """Add a traced step's results to the pass's values, and make its calls of `log`.
-
-        Args:
-            rank_batch: this rank's part of the step, with its sample counts; None on one rank.
 
         Ranks:
             Collective, if the step logs values that the ranks exchange in each step.
@@ -320,9 +309,9 @@ class TracedOwnStep:
         step, (outputs, count, is_compiled_loss) = self._step, kept
         if self.device != "cpu":  # a CUDA graph's next replay writes its results in the same place
             loss, outputs = trees.map_leaves(copied, (loss, outputs))
-        for computed, parts in self._computed:
-            self._inside.note_inside(computed, parts)
-        step.take(batch[0], count, rank_batch, is_compiled_loss=is_compiled_loss)
+        for computed, of_batch in self._computed:
+            self._inside.note_inside(computed, of_batch)
+        step.take(batch, count, is_compiled_loss=is_compiled_loss)
         for name, value, given, options in self._logged:
             self._model.log(name, copied(value), *given, **options)
         step.note(loss, outputs)

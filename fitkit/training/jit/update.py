@@ -22,13 +22,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fitkit import trees
-from fitkit.data.sharding import RankBatch
+from fitkit.data.batches import Batch
 from fitkit.distributed.collectives import pack_gradients, unpack_gradients
 from fitkit.errors import warn
 from fitkit.modes import modules_of
 from fitkit.module import Module
 from fitkit.random_states import random_state, set_random_state
-from fitkit.training.jit.graph_calls import Batch
+from fitkit.training.jit.graph_calls import Parts
 from fitkit.training.jit.loop import at, marked, stacked
 from fitkit.training.jit.net import as_written, compute_as_written
 from fitkit.training.jit.optimizer import JitOptimizer
@@ -43,7 +43,7 @@ MOST_BYTES = 2**26
 """How many bytes of batches a call of several steps copies to one place, at most."""
 
 
-Waiting = tuple[Any, int, Batch]
+Waiting = tuple[Batch, int, Parts]
 """A batch that waits for a call of several: as it came, its number, and its parts on the device."""
 
 COPIED = (torch.Tensor, np.ndarray, str, bytes, int, float, type(None))
@@ -90,7 +90,7 @@ class JitUpdate:
         optimizer: Optimizer,
         parameters: list[nn.Parameter],
         after_update: Callable[[], Any],
-        learn: Callable[[Any, int], None],
+        learn: Callable[[Batch, int], None],
         *,
         moves_rates: bool,
         joins_steps: bool,
@@ -156,7 +156,7 @@ class JitUpdate:
 
     # ------------------------------------------------------------------ one batch
 
-    def __call__(self, batch: Any, index: int) -> bool:
+    def __call__(self, batch: Batch, index: int) -> bool:
         """Learn from a batch, or hold it until there are enough batches for one call.
 
         Returns:
@@ -165,25 +165,22 @@ class JitUpdate:
         if self.stopped is not None:
             return False
         self.loss = None
-        rank_batch = batch if type(batch) is RankBatch else None
-        if rank_batch is not None:
-            if rank_batch.samples == 0:
-                self.flush()
-                return False  # a placeholder batch must have no effect but its gradients
-            batch = rank_batch.batch
+        if batch.samples == 0:
+            self.flush()
+            return False  # a placeholder batch must have no effect but its gradients
         if self._leaves is None:
-            self._leaves = self._keeps and self._traced.leaves(batch)
-        parts = (*batch, None) if self._leaves else self._traced.moved(batch, index)
+            self._leaves = self._keeps and self._traced.leaves(batch.data)
+        parts = (*batch.data, None) if self._leaves else self._traced.moved(batch.data, index)
         others_wait = bool(self._waiting)
-        if self._may_wait and self._may_hold(parts) and self._hold(batch, index, parts):
+        if self._may_wait and self._may_hold(batch, parts) and self._hold(batch, index, parts):
             return True
         if others_wait:  # they come first
             self._learn_each()
             self._learn_alone(batch, index)
             return True
-        return self.stopped is None and self._learn(parts, rank_batch)
+        return self.stopped is None and self._learn(batch, parts)
 
-    def _learn(self, batch: Batch, rank_batch: RankBatch | None = None) -> bool:
+    def _learn(self, batch: Batch, parts: Parts) -> bool:
         """Learn from one batch on the device; return whether that could be done."""
         traced = self._traced
         try:
@@ -191,20 +188,20 @@ class JitUpdate:
                 if not self._looks_ahead:
                     self._batches = -1
                     return False
-                self._look(batch)
+                self._look(batch, parts)
             try:
-                found = self._run(batch)
+                found = self._run(batch.samples, parts)
             except UncompiledError as error:
                 if not self._updates or isinstance(error, MisfitError):
                     raise
                 self._updates = False  # perhaps only the optimizer's step can't be compiled
-                found = self._run(batch)
+                found = self._run(batch.samples, parts)
                 self._leave_optimizer_out(str(error))
         except UncompiledError as error:
             self._stop(error)
             return False
         loss, kept, gradients = found
-        traced.note(loss, kept, batch, rank_batch)
+        traced.note(batch, loss, kept, parts)
         self.loss = None
         if self._updates:
             self._after_update()
@@ -231,7 +228,7 @@ class JitUpdate:
 
     # ------------------------------------------------------------------ several in one call
 
-    def _may_hold(self, batch: Batch) -> bool:
+    def _may_hold(self, batch: Batch, parts: Parts) -> bool:
         """Return whether batches may wait, from this one on."""
         if not self._joins_steps or not self._updates:
             return False
@@ -239,12 +236,12 @@ class JitUpdate:
             return self._batches > 1
         if self._batches < 0 and self._looks_ahead:
             try:
-                self._look(batch)
+                self._look(batch, parts)
             except UncompiledError as error:
                 self._stop(error)
         return self._batches >= 0 and self._updates
 
-    def _hold(self, batch: Any, index: int, parts: Batch) -> bool:
+    def _hold(self, batch: Batch, index: int, parts: Parts) -> bool:
         """Hold a batch, and learn from the waiting batches once there are enough.
 
         The batch is copied if a generator may reuse its arrays for the next one.
@@ -252,30 +249,30 @@ class JitUpdate:
         Returns:
             Whether the batch was taken.
         """
-        if not self._may_join_batch(parts):
+        if not self._may_join_batch(batch.samples, parts):
             return False
         if not self._keeps:
-            if not all(isinstance(leaf, COPIED) for leaf in trees.leaves(batch)):
+            if not all(isinstance(leaf, COPIED) for leaf in trees.leaves(batch.data)):
                 self._learn_each()
                 return False
-            batch = trees.map_leaves(copied, batch)
-            parts = self._traced.moved(batch, index)
+            batch = Batch(trees.map_leaves(copied, batch.data), batch.samples, batch.total)
+            parts = self._traced.moved(batch.data, index)
         self._waiting.append((batch, index, parts))
         if len(self._waiting) == self._steps_a_call:
             self._learn_together()
         return True
 
-    def _may_join_batch(self, batch: Batch) -> bool:
+    def _may_join_batch(self, samples: int, parts: Parts) -> bool:
         """Return whether one call may compute a batch with others, and note its shapes."""
-        shapes = (shapes_of(batch), getattr(self._step, "given_samples", None))
+        shapes = (shapes_of(parts), samples)
         if shapes != self._shapes:
             self._learn_each()
-            if any(type(leaf) not in (torch.Tensor, type(None)) for leaf in trees.leaves(batch)):
+            if any(type(leaf) not in (torch.Tensor, type(None)) for leaf in trees.leaves(parts)):
                 return False
             self._shapes = shapes
             self._steps_a_call = self._most
             if self._loops:  # they are copied to one place
-                bytes_each = max(trees.tensor_bytes(batch), 1)
+                bytes_each = max(trees.tensor_bytes(parts), 1)
                 self._steps_a_call = min(self._most, max(2, MOST_BYTES // bytes_each))
         return True
 
@@ -291,7 +288,8 @@ class JitUpdate:
 
     def _learn_in_one_call(self, waiting: list[Waiting]) -> None:
         """Learn from batches in one call; one by one if that can't be done."""
-        batches, ready = [parts for _, _, parts in waiting], 0
+        batches, ready = [batch for batch, _, _ in waiting], 0
+        parts, samples = [parts for _, _, parts in waiting], batches[0].samples
         while ready < len(batches) and self._joins_steps and self._follows(ready):
             self._after_update()  # each step's rates are known before the call
             ready += 1
@@ -299,10 +297,10 @@ class JitUpdate:
             assert isinstance(self._traced, TracedStep)
             try:
                 if self._loops:
-                    found = self._traced.separated(*self._run_loop(batches), len(batches))
+                    found = self._traced.separated(*self._run_loop(parts), len(batches))
                 else:
-                    found = self._run(*batches)
-                self._traced.note_together(found, batches)
+                    found = self._run(samples, *parts)
+                self._traced.note_together(batches, found, parts)
                 return
             except MisfitError as error:
                 self._stop(error)
@@ -376,11 +374,11 @@ class JitUpdate:
             self.stopped = str(self._optimizing.misfit)
         return is_done
 
-    def _run(self, *batches: Batch) -> Any:
+    def _run(self, samples: int, *batches: Parts) -> Any:
         """Run the program for batches of these shapes; compile it if they are the first."""
         traced, batch = self._traced, batches[0]
         loops = self._loops and self._joins_steps and self._updates
-        if loops and isinstance(traced, TracedStep) and self._may_join_batch(batch):
+        if loops and isinstance(traced, TracedStep) and self._may_join_batch(samples, batch):
             try:  # a loop of one step, so that only the loop is compiled
                 losses, kept, _ = self._run_loop(batches)
                 return *traced.result_at(0, losses, kept), None
@@ -402,7 +400,7 @@ class JitUpdate:
             self._why_alone = ""
         return found
 
-    def _run_loop(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, Any, Batch]:
+    def _run_loop(self, batches: Sequence[Parts]) -> tuple[torch.Tensor, Any, Parts]:
         """Run the loop over the batches' steps.
 
         Returns:
@@ -502,7 +500,7 @@ class JitUpdate:
         except UncompiledError as error:
             self._stop(error)
 
-    def _look(self, batch: Batch) -> None:
+    def _look(self, batch: Batch, parts: Parts) -> None:
         """Compute a first batch's gradients without compiling, then restore the model's state.
 
         This makes the first batch's checks, and finds which parameters have a gradient.
@@ -518,7 +516,7 @@ class JitUpdate:
         put_back = _restorer(modules_of(self._model, *losses))
         drawn = random_state()
         with as_written(self._model):
-            loss = traced.as_written(batch)
+            loss = traced.as_written(parts)
             gradients = torch.autograd.grad(loss, may_learn, allow_unused=True)
         set_random_state(drawn)
         put_back()
