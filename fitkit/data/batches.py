@@ -88,6 +88,10 @@ class Source:
     def whole(self) -> Any:
         return self
 
+    def sizes(self, skip: int) -> Iterator[int] | None:
+        """The samples of each batch after the first `skip`; None if only the batches tell."""
+        return None
+
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         """The batches of pass `number`, without the first `skip`, which aren't loaded if avoidable.
 
@@ -162,7 +166,11 @@ class CountedSource(Source):
         return self._source.whole
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
-        return self._counted(self._source.batches(number, skip))
+        source = self._source
+        batches = source.batches(number, skip)
+        if (samples := source.sizes(skip)) is None or (total := source.sizes(skip)) is None:
+            return self._counted(batches)
+        return map(Batch, batches, samples, total)
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         samples_of = self._samples_of

@@ -23,16 +23,14 @@ from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import evaluation_stage
-from fitkit.losses import Count
 from fitkit.module import Module
 from fitkit.samples import samples_of
-from fitkit.training.explain import raise_explained
-from fitkit.training.jit.evaluation import HELD, jit_pass
+from fitkit.training.jit.evaluation import jit_pass
 from fitkit.training.jit.net import as_written
 from fitkit.training.log import LazyLogs, reduced, warn_of_empty
 from fitkit.training.own_step import Step, StepContext, predict_step_for, step_for
 from fitkit.training.settings import EvaluateArguments
-from fitkit.training.step import CompiledStep, PredictStep
+from fitkit.training.step import Outcome
 from fitkit.training.surroundings import evaluating, rank_source, surroundings
 from fitkit.training.with_gradients import first_step
 
@@ -76,11 +74,12 @@ def evaluate_source(
     if source.steps == 1:
         logbook.meters.waits = False  # no later batch is measured with it
     step.begin()
+    context.begin()
     model.stop_evaluating = False
     with evaluating(model, context):
         share_buffers(model)
-        context.call_before_batch(callbacks.hooks("on_test_begin"), {})
-        plan = EvaluationPlan(model, step, callbacks, "test", source)
+        callbacks.call("on_test_begin", {})
+        plan = EvaluationPlan(model, step, callbacks, "test", source, step.record)
         mine = InStep(_share_of_steps(source, steps, data_ranks), strategy)
         try:
             count, empty = plan.run(context, mine, "stop_evaluating", lambda _: logbook.results())
@@ -116,33 +115,31 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
         source = rank_source(
             model, arguments.source, training=False, steps=arguments.steps, samples_of=samples_of
         )
-        context, step = predict_step_for(model)
+        context, step = predict_step_for(model, source)
         callbacks = with_built_in(arguments.callback_list, arguments.verbose)
         copies = HostCopies(lent=not isinstance(source.whole, ArraySource))
         model.stop_predicting = False
-        mine = InStep(
-            _share_of_steps(source, arguments.steps, data_ranks), strategy, marks_padding=False
-        )
+        mine = InStep(_share_of_steps(source, arguments.steps, data_ranks), strategy)
         params = _params(model, "predict", source, arguments)
         with callbacks.running(model, params), evaluating(model, context):
             callbacks.call("on_predict_begin", {})
-            plan = EvaluationPlan(model, step, callbacks, "predict", source, copies.add)
-            logs_of = partial(_outputs, copies, mine.samples, group_size)
-            plan.run(context, mine, "stop_predicting", logs_of)
+            plan = EvaluationPlan(model, step, callbacks, "predict", source, copies.take)
+            plan.run(context, mine, "stop_predicting", partial(_outputs, copies, group_size))
             copies.wait()
             callbacks.call("on_predict_end", {})
-        counted = zip(copies.outputs, mine.samples, strict=False)
-        everyone = data_ranks.gather(mine.without_padding(list(counted)))
+        # Without the outputs of repeated batches, which have no samples.
+        counted = zip(copies.outputs, copies.samples, strict=True)
+        everyone = data_ranks.gather([pair if pair[1] else NoRows for pair in counted])
     # Ranks took batches in turn. Loaders that shard themselves may give unequal numbers.
     dealt = itertools.chain(*itertools.zip_longest(*everyone, fillvalue=NoRows))
-    whole = [pair for pair in dealt if pair is not NoRows and pair[0] is not NoRows]
+    whole = [pair for pair in dealt if pair is not NoRows]
     if not whole:
         raise ConfigurationError("x is empty: it gave no samples.")
     outputs, samples = zip(*whole, strict=True)
     return joined(list(outputs), list(samples))
 
 
-def _outputs(copies: HostCopies, samples: list[int], group_size: int, index: int) -> dict[str, Any]:
+def _outputs(copies: HostCopies, group_size: int, index: int) -> dict[str, Any]:
     """Return the outputs of the group of batches that ends with number `index`, for its hooks.
 
     This waits for outputs that are still being copied. The outputs of several batches are joined,
@@ -151,7 +148,7 @@ def _outputs(copies: HostCopies, samples: list[int], group_size: int, index: int
     if len(copies.outputs) < index + 1:
         copies.wait()
     group = slice(index - index % group_size, index + 1)
-    pairs = zip(copies.outputs[group], samples[group], strict=False)
+    pairs = zip(copies.outputs[group], copies.samples[group], strict=False)
     found, counts = [], []
     for output, count in pairs:
         if output is not NoRows:
@@ -223,29 +220,18 @@ class InStep:
     """Gives a pass's batches, with as many steps on each rank as on all others.
 
     A rank that has run out of batches, or whose batch has no rows, repeats a batch. A repeated
-    batch doesn't count.
+    batch has no samples, so it doesn't count.
 
     Args:
         batches: this rank's batches.
         strategy: says whether its ranks run in step. If they don't, the batches stay as they are.
-        marks_padding: whether a repeated batch has no samples, so that a step doesn't count it.
-            Otherwise it is repeated unchanged, and `without_padding` removes its outputs.
-
-    Attributes:
-        samples: of each batch so far, where padding isn't marked; 0 for one without rows.
     """
 
-    def __init__(
-        self, batches: Iterator[Any], strategy: Strategy, *, marks_padding: bool = True
-    ) -> None:
+    def __init__(self, batches: Iterator[Any], strategy: Strategy) -> None:
         self._batches = batches
         self._collectives = strategy.collectives
         self._together = strategy.evaluates_in_step
-        self._marks_padding = marks_padding
-        self._count = 0
-        self._padding: set[int] = set()
         self._ended = False
-        self.samples: list[int] = []
 
     def ends_here(self) -> bool:
         """End this rank's batches; return whether the loop may end too, or must wait for others."""
@@ -258,18 +244,7 @@ class InStep:
         Ranks:
             Collective before each batch, if the ranks run in step.
         """
-        batches = self._in_step() if self._together else self._batches
-        return batches if self._marks_padding else self._noted(batches)
-
-    def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Note the samples of each batch, by which its outputs are joined."""
-        for batch in batches:
-            self.samples += [0 if batch is NoRows else batch.samples]
-            yield batch
-
-    def without_padding(self, outputs: list[Any]) -> list[Any]:
-        """Return the outputs, with `NoRows` in place of the outputs of repeated batches."""
-        return [NoRows if i in self._padding else output for i, output in enumerate(outputs)]
+        return self._in_step() if self._together else self._batches
 
     def _in_step(self) -> Iterator[Any]:
         last: Any = NOTHING
@@ -281,7 +256,6 @@ class InStep:
             )
             if not here:
                 return
-            self._count += 1
             if not with_batch:
                 yield NoRows
                 continue
@@ -292,15 +266,12 @@ class InStep:
                 last = batch
                 yield batch
             else:
-                self._padding.add(self._count - 1)
-                yield Batch(last.data, 0, 1) if self._marks_padding else last
+                yield Batch(last.data, 0, 1)
 
 
 class EvaluationPlan:
     """Decides how a pass over data computes its batches, and what makes it fast.
 
-    - If all batches are rows of the same tensors, steps from the second on skip the work whose
-      result can't change.
     - Losses that are means over samples are computed for many batches at once, as metrics are.
     - If `jit_compile` asks for it, the net and the loss are compiled (`JitPass`).
 
@@ -308,25 +279,27 @@ class EvaluationPlan:
 
     Args:
         model: the model that the pass evaluates.
-        step: makes the first step, and the other steps if there is no shorter way.
+        step: computes the batches, unless functions compiled of it do.
         callbacks: the pass's callbacks.
         stage: the stage in the names of callbacks' hooks, `"test"` or `"predict"`.
         source: gives the batches.
-        take: in `predict`, receives the outputs of each batch, and `NoRows` for one without rows.
+        take: receives each batch with its outcome, in their order. In `predict` it also receives
+            batches without rows, without one.
     """
 
     def __init__(
         self,
         model: Module,
-        step: Any,
+        step: Step,
         callbacks: CallbackList,
         stage: str,
         source: Source,
-        take: Callable[[Any], None] | None = None,
+        take: Callable[[Any, Outcome | None], None],
     ) -> None:
         self._model = model
         self._step = step
         self._take = take
+        self._predicts = stage == "predict"
         self._begin = callbacks.hooks(f"on_{stage}_batch_begin")
         self._end = callbacks.hooks(f"on_{stage}_batch_end")
         self._has_one_batch = source.steps == 1
@@ -337,7 +310,6 @@ class EvaluationPlan:
         # may repeat a batch, marked as one that doesn't count.
         alike = not model._fitkit.compilation.strategy.evaluates_in_step
         self._in_memory = alike and isinstance(source.whole, ArraySource)
-        self._is_plain = model._fitkit.compilation.strategy.precision.is_plain
         self._no_grad = torch.no_grad()
         self._as_written = contextlib.ExitStack()
 
@@ -360,7 +332,7 @@ class EvaluationPlan:
             The number of batches, and how many of them had no rows.
         """
         model, begin, end, take = self._model, self._begin, self._end, self._take
-        advance = self._first
+        advance: Callable[[Batch, int], Outcome | None] = self._first
         index, empty = -1, 0
         with self:
             batches = self._step.mover.bring_each(iter(mine))
@@ -369,17 +341,18 @@ class EvaluationPlan:
                 for index, batch in group:
                     if batch is NoRows:
                         empty += 1
-                        if take is not None:  # in the batches' order
+                        if self._predicts:  # in the batches' order
                             self.flush()
-                            take(batch)
+                            take(batch, None)
                         continue
-                    if begin and not has_rows:
-                        context.call_before_batch(begin, index, {})
-                    outputs = advance(batch, index)
-                    if take is not None and outputs is not HELD:
-                        take(outputs)
+                    context.batch = batch
                     if context.waiting:
-                        context.take_waiting()
+                        context.log_waiting()
+                    if not has_rows:
+                        for hook in begin:
+                            hook(index, {})
+                    if (outcome := advance(batch, index)) is not None:
+                        take(batch, outcome)
                     if index == empty:
                         self._step.mover.transfer.undo_writes()
                         if not self._has_one_batch:
@@ -395,11 +368,11 @@ class EvaluationPlan:
             self.flush()
         return index + 1, empty
 
-    def _first(self, batch: Any, index: int) -> Any:
+    def _first(self, batch: Batch, index: int) -> Outcome:
         """Make a step with all checks."""
         jit, step = self._jit, self._step
         make = step if jit is None else jit.first
-        found = first_step(self._model, step, batch, index, make)
+        found: Outcome = first_step(self._model, step, batch, index, make)
         if jit is not None and not step.wrapped.is_bare:  # as the batch has shown
             self._jit = None
             self._as_written.enter_context(as_written(self._model))
@@ -413,7 +386,7 @@ class EvaluationPlan:
         self._as_written.close()
         self._no_grad.__exit__(None, None, None)
 
-    def step_after_first(self, first: Any) -> Callable[..., Any]:
+    def step_after_first(self, first: Batch) -> Callable[[Batch, int], Outcome | None]:
         """Return the function that makes the steps from the second on.
 
         Args:
@@ -423,21 +396,9 @@ class EvaluationPlan:
         if jit is not None and not jit.gains(keeps=self._in_memory and not self._users_look):
             self._jit = jit = None
             self._as_written.enter_context(as_written(self._model))
-        plain = self._plain_after(first)
-        if jit is None:
-            return plain
-        return jit.after_first(first, plain, keeps=self._in_memory)
-
-    def _plain_after(self, first: Any) -> Callable[..., Any]:
-        step = self._step
-        if not isinstance(step, (CompiledStep, PredictStep)) or not self._in_memory:
-            return step
-        data = first.data
-        if type(data) is not tuple or not self._is_plain or not step.mover.leaves(data):
-            return step
-        if isinstance(step, PredictStep):
-            return _short_prediction(step, data)
-        return _short_evaluation(step, data)
+        if self._in_memory:
+            self._step.join_losses()
+        return self._step if jit is None else jit.after_first(first, keeps=self._in_memory)
 
     def flush_for_hooks(self) -> None:
         """Compute pending batches at the end of a group, if a callback may read the results."""
@@ -456,69 +417,6 @@ def users_look(callbacks: CallbackList, stage: str) -> bool:
     return any(type(getattr(hook, "__self__", None)) is not ProgressBar for hook in hooks)
 
 
-def _short_evaluation(compiled: CompiledStep, first: Any) -> Callable[..., Any]:
-    """Return a faster step for pairs `(x, y)` of one tensor each.
-
-    It records the same values as the full step, and returns nothing. The loss may be computed
-    later, for many batches at once (`OutputGroup.join_loss`).
-    """
-    forward, loss, add = compiled.forward, compiled.loss.direct, compiled.logbook.loss.add
-    meters = None if compiled.meters is None else compiled.meters.only
-    has_several = compiled.meters is not None and meters is None
-    if len(first) != 2 or loss is None or has_several:
-        return compiled
-    counted = compiled.loss.counted if compiled.may_count else None
-    update = of_each = shape = None
-    if meters is not None:
-        update = meters.update
-        of_each = compiled.loss.of_each(compiled.all_targets)
-        if of_each is not None:
-            meters.join_loss(of_each, compiled.mover.transfer.device)
-
-    def step(batch: Any, index: int = 0) -> None:
-        nonlocal shape
-        x, y = batch.data
-        try:
-            prediction = forward(x)
-            # Compute the loss if the prediction's shape changes. A misfit then fails by itself,
-            # before it is joined with other batches.
-            count: Count = None
-            if counted is not None:
-                value, count = counted(prediction, y, None, is_part=False)
-            elif of_each is None or prediction.shape != shape:
-                value, shape = loss(prediction, y), prediction.shape
-        except Exception as error:
-            compiled.explain(error, x, y)
-            raise
-        compiled.samples = samples = batch.samples
-        if of_each is None:
-            add(
-                value.detach() if value.requires_grad else value,
-                samples if count is None else count,
-            )
-        if update is not None:
-            update(prediction, y, None)
-
-    return step
-
-
-def _short_prediction(whole: PredictStep, first: Any) -> Callable[..., Any]:
-    """Return a faster step with the same outputs, for batches whose inputs are one tensor."""
-    if not isinstance(first[0], torch.Tensor):
-        return whole
-    forward, net = whole.forward, whole.wrapped.module
-
-    def step(batch: Any, index: int = 0) -> Any:
-        x = batch.data[0]
-        try:
-            return forward(x)
-        except Exception as error:
-            raise_explained(error, net, x, None)
-            raise
-
-    return step
-
-
 class HostCopies:
     """Collects batches' outputs on the CPU, without waiting for the device after each batch.
 
@@ -531,20 +429,28 @@ class HostCopies:
 
     Attributes:
         outputs: the batches' outputs in order; the last one is included after `wait`.
+        samples: how many samples each of them has.
     """
 
     def __init__(
         self, streams: Callable[[torch.device], Any] = Streams, *, lent: bool = True
     ) -> None:
         self.outputs: list[Any] = []
+        self.samples: list[int] = []
         self._lent = lent
         self._make_streams = streams
         self._streams: Any = None
         self._flying: tuple[Any, Any] | None = None
 
+    def take(self, batch: Any, outcome: Outcome | None) -> None:
+        """Add a batch's outputs; `NoRows` itself for a batch without rows."""
+        self.samples += [0 if outcome is None else batch.samples]
+        self.add(NoRows if outcome is None else outcome.outputs)
+
     def add(self, output: Any) -> None:
         """Add a batch's output."""
-        if isinstance(output, torch.Tensor) and output.is_cpu and self._flying is None:
+        is_tensor = type(output) is torch.Tensor or isinstance(output, torch.Tensor)
+        if is_tensor and output.is_cpu and self._flying is None:
             self.outputs.append(trees.kept(output) if self._lent else output)
             return
         device = _gpu_of(output)

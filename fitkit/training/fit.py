@@ -40,7 +40,6 @@ from fitkit.training.resume import (
 )
 from fitkit.training.settings import Compilation, FitArguments
 from fitkit.training.snapshot import contents, weights_of
-from fitkit.training.step import CompiledStep
 from fitkit.training.surroundings import rank_source, surroundings
 from fitkit.training.update import updates_for
 
@@ -184,7 +183,7 @@ class Fit:
             if not kept_in_evaluation(model._weights_module()):
                 model.train()
             with running(model, self.context):  # its logs join the first epoch's
-                self.context.call_before_batch(callbacks.hooks("on_train_begin"), {})
+                callbacks.call("on_train_begin", {})
             self.warn_of_doubts()
             self.in_evaluation = kept_in_evaluation(model._weights_module())
             if self.resumed is not None:  # after on_train_begin, which resets callbacks
@@ -270,9 +269,10 @@ class Fit:
         model.current_epoch = epoch
         self.steps_done = done = self.steps_before
         step.begin()
+        context.begin()
         with epoch_continued(self, epoch):
             with running(model, context):
-                context.call_before_batch(callbacks.hooks("on_epoch_begin"), epoch, {})
+                callbacks.call("on_epoch_begin", epoch, {})
             self.epoch, self.logs, self.seen_values = epoch, None, {}
             self._follow_freezing()
             state.train()
@@ -297,12 +297,14 @@ class Fit:
                     if batch is NoRows:  # numbered, but without a step or hooks
                         empty += 1
                     else:
-                        if begin and not has_rows:
-                            context.call_before_batch(begin, index, {})
                         self.batch = batch
-                        update(batch, index)
+                        context.batch = batch
                         if context.waiting:
-                            context.take_waiting()
+                            context.log_waiting()
+                        if not has_rows:
+                            for hook in begin:
+                                hook(index, {})
+                        update(batch, index)
                         if index == done + empty:
                             step.undo_writes()
                             if epoch == self.arguments.initial_epoch:
@@ -382,7 +384,8 @@ class Fit:
 
     def _check_on_peeked_batch(self) -> None:
         """Find the metrics' names if an epoch was interrupted after its last batch."""
-        if not isinstance(self.step, CompiledStep) or self.step.checked:
+        step = self.context.compiled
+        if self.step is not step or step.checked:
             return
         batch = self.stream.peek()
         if all(there for there in self.collectives.gather(batch is not None)):
@@ -390,7 +393,7 @@ class Fit:
             with modes_restored(self.model), torch.no_grad():
                 self.model.eval()
                 wrapped = self.compilation.strategy.wrap_for_evaluation(self.model)
-                self.step.run_first_checks(batch, wrapped)
+                step.run_first_checks(batch, wrapped)
             set_random_state(drawn, self.stream.generators)
 
     def _follow_freezing(self) -> None:

@@ -15,7 +15,7 @@ from fitkit.losses import Count
 from fitkit.modes import weights_cast_anew
 from fitkit.module import Module
 from fitkit.training.optimizing import FitState
-from fitkit.training.own_step import Step
+from fitkit.training.own_step import Step, StepContext
 from fitkit.training.settings import DEFAULTS
 
 
@@ -53,7 +53,7 @@ class Manual:
             self._updates_before = updates
         versions = None if self._steps_count else self._versions()
         with state.counting_steps(), weights_cast_anew():
-            self._step(batch, index)
+            self._step.record(batch, self._step(batch, index))
         if state.updates != updates:
             self._steps_count = True
         elif versions is not None and versions != self._versions():
@@ -91,7 +91,7 @@ class Manual:
 
 def manual_backward(
     model: Module,
-    step: Step,
+    context: StepContext,
     parameters: list[torch.nn.Parameter],
     loss: torch.Tensor,
     count: Count = None,
@@ -99,8 +99,9 @@ def manual_backward(
 ) -> None:
     """Compute the gradients of a loss from the model's own step, averaged over the ranks."""
     strategy, state = model._fitkit.compilation.strategy, model._fitkit.fit_state
-    mine: float = step.samples
-    whole: float = step.total
+    assert context.batch is not None
+    mine: float = context.batch.samples
+    whole: float = context.batch.total
     if count is not None and strategy.data_ranks.world_size > 1:
         mine = float(count)
         (whole,) = strategy.data_ranks.sums([mine])

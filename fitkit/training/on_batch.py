@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+from collections.abc import Callable
 from operator import attrgetter, is_
 from typing import Any
 
@@ -35,11 +36,11 @@ from fitkit.modes import (
 from fitkit.module import Module
 from fitkit.optimizers import members_of
 from fitkit.outputs import EMPTY_MEAN
-from fitkit.samples import Reading, reading
+from fitkit.samples import Reading, reading, samples_of
 from fitkit.training.evaluate import joined, on_host
 from fitkit.training.log import warn_of_empty
 from fitkit.training.own_step import StepContext, predict_step_for, running, step_for
-from fitkit.training.step import CompiledStep, PredictStep, counter_of, forward_of
+from fitkit.training.step import CompiledStep, counter_of
 from fitkit.training.surroundings import (
     computing,
     evaluating,
@@ -111,8 +112,7 @@ class KeptStep:
     may_count: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.step, CompiledStep):
-            self.step.logbook.meters.waits = False  # no later batch is measured with it
+        self.step.logbook.meters.waits = False  # no later batch is measured with it
 
     def keep(self, model: Module, batch: tuple[Any, ...]) -> None:
         """Note what a step that has made its first batch was built for, if it can be kept."""
@@ -133,9 +133,9 @@ class KeptStep:
             self.fused = [one for one in states if isinstance(one, torch.Tensor)]
             self.shapes = [*map(SHAPE, self.fused)]
         self.batch_facts = _batch_facts(batch)
-        if isinstance(step, CompiledStep) and not step.loss.has_several:
+        if step.loss is not None and not step.loss.has_several:
             # The mean over one batch is the same whatever it is taken over.
-            self.may_count, step.may_count, step.count = step.may_count, False, None
+            self.may_count, step.may_count = step.may_count, False
 
     def holds(self, model: Module) -> bool:
         """Return whether nothing has changed that decides how the step is built."""
@@ -213,6 +213,7 @@ class KeptSteps:
         if not kept.is_kept:
             kept.keep(model, batch)
         if kept.is_kept:
+            kept.context.begin()  # between calls it holds no batch
             kept.step.wrapped.module = kept.step.forward = None
             self._by_stage[kept.context.name] = kept
 
@@ -222,7 +223,7 @@ def _can_be_kept(model: Module, stage: str, step: Any) -> bool:
     compilation, state = model._fitkit.compilation, model._fitkit.fit_state
     strategy = compilation.strategy
     return (
-        type(step) in (CompiledStep, PredictStep)
+        isinstance(step, CompiledStep)
         and step.wrapped.is_bare
         and step.mover.is_ours
         and strategy.world.size == 1
@@ -323,14 +324,13 @@ def _ready(
     if kept.batch_facts != _batch_facts(batch):
         return None, batch
     step.wrapped.module = model
-    step.forward = forward_of(step.wrapped)
-    if isinstance(step, CompiledStep):
-        step.begin()
+    step.enter_again()
+    step.begin()
     return kept, batch
 
 
-def _counted(model: Module, data: tuple[Any, ...]) -> Batch:
-    samples = counter_of(model)(data)
+def _counted(data: tuple[Any, ...], samples_of: Callable[[Any], int]) -> Batch:
+    samples = samples_of(data)
     return Batch(data, samples, samples)
 
 
@@ -377,7 +377,7 @@ def fit_batch(
                             model, context, step, accumulate=1, compiles=False
                         )
                     state.accumulate = 1
-                    counted = _counted(model, batch)
+                    counted = context.batch = _counted(batch, counter_of(model))
                     kept.update(counted, 0)
                     values = _values_of(kept, counted)
                 finally:
@@ -399,8 +399,8 @@ def evaluate_batch(model: Module, arrays: tuple[Any, ...]) -> dict[str, Any]:
         step = kept.step
         with evaluating(model, kept.context, modules), torch.no_grad():
             try:
-                counted = _counted(model, batch)
-                first_step(model, step, counted)
+                counted = kept.context.batch = _counted(batch, counter_of(model))
+                step.record(counted, first_step(model, step, counted))
                 values = _values_of(kept, counted)
             finally:
                 step.logbook.logged.finish()
@@ -417,7 +417,9 @@ def predict_batch(model: Module, x: Any) -> Any:
             place(model)
             kept = KeptStep(*predict_step_for(model))
         with evaluating(model, kept.context, modules), torch.no_grad():
-            found = first_step(model, kept.step, _counted(model, batch))
-            outputs = trees.to_numpy(joined([on_host(found)]))
+            counted = kept.context.batch = _counted(batch, samples_of)
+            outcome = first_step(model, kept.step, counted)
+            outputs = trees.to_numpy(joined([on_host(outcome.outputs)]))
+            kept.step.undo_writes()
     steps.give(model, batch, kept)
     return outputs

@@ -25,7 +25,7 @@ from fitkit.training.jit.programs import (
 from fitkit.training.jit.proof import MisfitError
 from fitkit.training.jit.traced import TracedStep
 from fitkit.training.jit.tracing import UncompiledError
-from fitkit.training.step import CompiledStep, PredictStep
+from fitkit.training.step import CompiledStep, Outcome
 
 FEWEST_FUSED = 24
 """The fewest fusible operations for which a net is compiled with one batch a call.
@@ -55,8 +55,8 @@ This bounds the compilation's time (a net 32-64-10 with 16 batches: some 10 s).
 MOST_TOGETHER = 16
 """The most batches in one call; with so many, the call itself adds a twentieth to their time."""
 
-HELD = object()
-"""A step returns this in place of outputs that are taken elsewhere, or that come later."""
+Take = Callable[[Any, Outcome | None], None]
+"""What receives a batch with its outcome."""
 
 
 class JitPass:
@@ -73,23 +73,22 @@ class JitPass:
     Args:
         model: the model to evaluate.
         step: computes a batch without compiling.
-        take: receives the outputs of `predict`, in the batches' order.
+        take: receives the batches with their outcomes, in their order.
         is_announced: whether to print that something is being compiled.
     """
 
     def __init__(
-        self, model: Module, step: CompiledStep | PredictStep, take: Any, *, is_announced: bool
+        self, model: Module, step: CompiledStep, take: Take, *, is_announced: bool
     ) -> None:
         compilation = model._fitkit.compilation
         self._model, self._step, self._traced = model, step, TracedStep(model, step)
         self._take = take
-        self._predicts = isinstance(step, PredictStep)
+        self._predicts = step.loss is None
         self._programs = programs_of(model, "prediction" if self._predicts else "evaluation")
         self._programs.is_announced = is_announced
         self._most = compilation.steps_per_execution
         self._together = 1
         self._function: Callable[..., Any] = self._computed
-        self._plain: Callable[..., Any] = step
         self._joins = self._keeps = self._leaves = False
         self._may_repeat = False  # whether torch may skip its checks, see `Programs.run`
         self._shapes: Any = None
@@ -98,7 +97,7 @@ class JitPass:
         self._parts: list[Parts] = []
         self.stopped: bool = False
 
-    def first(self, batch: Batch, index: int) -> Any:
+    def first(self, batch: Batch, index: int) -> Outcome:
         """Make a pass's first step without compiling; it checks everything."""
         step, forward, seen = self._step, self._step.forward, _Operations()
 
@@ -123,9 +122,8 @@ class JitPass:
         Args:
             keeps: whether the batches are rows of arrays, and no other code runs between them.
         """
-        step = self._step
         self._may_repeat = keeps
-        if isinstance(step, CompiledStep):
+        if not self._predicts:
             self._traced.look_at_metrics()
             self._may_repeat = keeps and self._traced.may_join
         operations, fused = self._programs.operations or (1, 0)
@@ -136,20 +134,17 @@ class JitPass:
         self._together = 1
         return fused >= FEWEST_FUSED or (self._may_repeat and operations >= FEWEST_OPERATIONS)
 
-    def after_first(
-        self, first: Batch, plain: Callable[..., Any], *, keeps: bool
-    ) -> Callable[..., Any]:
+    def after_first(self, first: Batch, *, keeps: bool) -> Callable[[Batch, int], Outcome | None]:
         """Return the function that makes the steps from the second on.
 
         Args:
             first: the first batch.
-            plain: makes a step without compiling.
             keeps: whether the batches' memory stays unchanged until the pass ends.
         """
-        self._plain, self._keeps = plain, keeps
+        self._keeps = keeps
         self._programs.check()
         step = self._step
-        if isinstance(step, PredictStep):
+        if self._predicts:
             self._function = self._predicted
         else:
             meters = step.meters
@@ -162,10 +157,14 @@ class JitPass:
         self._shapes = shapes_of(parts)
         return self
 
-    def __call__(self, batch: Batch, index: int = 0) -> Any:
-        """Compute a batch, or hold it until there are enough batches for one call."""
+    def __call__(self, batch: Batch, index: int = 0) -> Outcome | None:
+        """Compute a batch, or hold it until there are enough batches for one call.
+
+        Returns:
+            Its outcome; None if it was taken already, or comes later.
+        """
         if self.stopped:
-            return self._plain(batch, index)
+            return self._step(batch, index)
         data = batch.data
         parts = (*data, None) if self._leaves else self._step.moved_parts(data)
         if shapes_of(parts) != self._shapes:
@@ -175,7 +174,7 @@ class JitPass:
                 self._run_plainly(batch)
             else:
                 self._run([batch], [parts], None)
-            return HELD
+            return None
         if self._together > 1 and not self._keeps:  # a generator may reuse its arrays
             parts = trees.map_leaves(copied, parts)
             batch = Batch(parts, batch.samples, batch.total)
@@ -184,7 +183,7 @@ class JitPass:
         if len(self._held) == self._together:
             held, ready, self._held, self._parts = self._held, self._parts, [], []
             self._run(held, ready, self._shapes)
-        return HELD
+        return None
 
     def flush(self) -> None:
         """Compute the waiting batches. Code of the user's may run after that."""
@@ -219,12 +218,12 @@ class JitPass:
                 return
             warn(f"jit_compile compiles the net alone in {self._programs.what}: {error}")
             return
-        if isinstance(step, PredictStep):
-            for outputs in found if traced.device == "cpu" else trees.map_leaves(copied, found):
-                self._take(outputs)
+        if self._predicts:
+            found = found if traced.device == "cpu" else trees.map_leaves(copied, found)
+            for batch, outputs in zip(held, found, strict=True):
+                self._take(batch, Outcome(None, outputs=outputs))
         elif self._joins:
             assert step.meters is not None
-            step.samples = held[-1].samples
             for prediction, target in found:
                 step.meters.update(prediction, target)
         else:
@@ -232,9 +231,7 @@ class JitPass:
 
     def _run_plainly(self, batch: Batch) -> None:
         with contextlib.nullcontext() if self.stopped else as_written(self._model):
-            outputs = self._plain(batch, 0)
-        if self._predicts:
-            self._take(outputs)
+            self._take(batch, self._step(batch, 0))
 
     def _predicted(self, entered: Any) -> Any:
         """Compute the batches' outputs; traced."""
@@ -271,9 +268,7 @@ class _Operations(TorchDispatchMode):
         return found
 
 
-def jit_pass(
-    model: Module, step: Any, take: Callable[[Any], None] | None, *, is_announced: bool
-) -> JitPass | None:
+def jit_pass(model: Module, step: Any, take: Take, *, is_announced: bool) -> JitPass | None:
     """Return a `JitPass` for a pass's batches, if `compile` asks for compiled functions.
 
     Returns None if the model has its own step, or moves batches itself. Returns None also if
@@ -282,7 +277,7 @@ def jit_pass(
     compilation = model._fitkit.compilation
     if not compiles_steps(compilation.jit_compile) or model._fitkit.uncompiled is not None:
         return None
-    if not isinstance(step, (CompiledStep, PredictStep)) or not step.wrapped.is_bare:
+    if not isinstance(step, CompiledStep) or not step.wrapped.is_bare:
         return None
     if compilation.strategy.evaluates_in_step or not step.mover.is_ours:
         return None
