@@ -92,6 +92,7 @@ def evaluate_source(
             warn(f"{name} ended after {count} of {wanted} batches.")
         with torch.no_grad():
             step.finish()
+        context.batch = None  # a validation's context stays, and would hold its memory
         values, everyones = reduced(logbook, strategy.log_ranks)
         if not everyones:
             raise ConfigurationError(f"{name} is empty: it gave no samples.")

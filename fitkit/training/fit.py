@@ -328,7 +328,7 @@ class Fit:
                         break
             update.flush()
             update.finish()
-            self.batch = None
+            self.batch = context.batch = None
             self.note(index + 1)
             if empty and empty == index + 1:
                 raise ConfigurationError(f"x is empty: all {empty} batches have 0 samples.")

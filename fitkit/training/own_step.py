@@ -400,11 +400,13 @@ class OwnStep:
         self._is_first = False
         return found
 
-    def again(self, batch: Batch, index: int, optimizer_idx: int = 0) -> torch.Tensor:
+    def again(
+        self, batch: Batch, index: int, optimizer_idx: int = 0, *, is_part: bool = False
+    ) -> torch.Tensor:
         """The batch's loss once more (LBFGS computes it several times)."""
         self.context.is_silent = True
         try:
-            loss = self(batch, index, optimizer_idx).loss
+            loss = self(batch, index, optimizer_idx, is_part=is_part).loss
         finally:
             self.context.is_silent = False
         assert loss is not None

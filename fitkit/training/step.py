@@ -190,9 +190,9 @@ class CompiledStep:
             self._look_at(batch.data)
         return outcome
 
-    def again(self, batch: Batch, index: int = 0) -> torch.Tensor:
+    def again(self, batch: Batch, index: int = 0, *, is_part: bool = False) -> torch.Tensor:
         """The batch's loss again (LBFGS computes it several times)."""
-        loss = self(batch, index).loss
+        loss = self(batch, index, is_part=is_part).loss
         assert loss is not None
         return loss
 
@@ -270,10 +270,9 @@ class CompiledStep:
         # Compute the loss if the outputs' shape changes. A misfit then fails by itself, before it
         # is joined with other batches.
         if self._joins is not None:
-            if outputs.shape == self._joins:
-                return Outcome(None, outputs=outputs, target=y, weight=weight)
-            loss(outputs, y)
-            self._joins = outputs.shape
+            if outputs.shape != self._joins:
+                loss(outputs, y)
+                self._joins = outputs.shape
             return Outcome(None, outputs=outputs, target=y, weight=weight)
         own, ranks = loss.own, self._ranks
         if self.may_count and own is not None and ranks is not None and not own.is_decided:

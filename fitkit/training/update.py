@@ -371,9 +371,8 @@ class Update:
             step.record(batch, outcome)
             outcome.outputs = None  # nothing more reads them, and they may be large
             if self._takes_closure and outcome.loss is not None:
-                self._step_with_closure(
-                    batch, outcome, partial(step.again, batch, index, **optimizer)
-                )
+                again = partial(step.again, batch, index, is_part=is_part, **optimizer)
+                self._step_with_closure(batch, outcome, again)
             else:
                 self._learn(batch, outcome)
         return outcome
