@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fitkit.arguments import check_choice, check_count, check_flag, describe
 from fitkit.compilation import Compilation
+from fitkit.data.batches import Batch
 from fitkit.distributed.precision import Scaling, scaled_steps
 from fitkit.distributed.spread.in_place import as_parts
 from fitkit.distributed.strategies import Strategy
@@ -30,7 +31,7 @@ from fitkit.optimizers import (
 )
 from fitkit.progress import Progress
 from fitkit.schedulers import PlannedScheduler, check_step, check_watched, own_interval
-from fitkit.typing import Batch, PlainData, Values
+from fitkit.typing import PlainData, Values
 
 SHAPES = (
     "configure_optimizers returns an optimizer, a list of optimizers, two lists (optimizers, "
@@ -194,7 +195,7 @@ class Run(Protocol):
     """
 
     steps_done: int
-    batch: Batch
+    batch: Batch | None
     seen_values: Values
     validated_names: set[str]
     doubts: list[str]

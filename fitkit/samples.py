@@ -105,7 +105,22 @@ def samples_in(x: Any, y: Any) -> int:
 
 def samples_of(batch: Any) -> int:
     """The number of samples in a batch of any structure."""
-    return counted(batch).samples
+    rows = plain_rows(batch)
+    return counted(batch).samples if rows is None else rows
+
+
+def plain_rows(batch: Any) -> int | None:
+    """The rows of inputs, and of targets if there are any, that are plain tensors; else None."""
+    kind = type(batch)
+    if (kind is not tuple and kind is not list) or not batch:
+        return None
+    x, *rest = batch
+    if rest[MOST_PARTS - 1 :] or (kind is list and not rest):
+        return None
+    y = rest[0] if rest else x
+    if type(x) is not torch.Tensor or type(y) is not torch.Tensor or x.is_nested or y.is_nested:
+        return None
+    return y.shape[0] if x.ndim and y.ndim and x.shape[0] == y.shape[0] else None
 
 
 def counted_in(x: Any, y: Any) -> Counted:

@@ -90,7 +90,6 @@ FACES = {
 
 BEYOND_THE_DOOR = {
     "fitkit.data.arrays.take",
-    "fitkit.data.sharding.RankBatch",
     "fitkit.data.sharding.keeps_rows",
     "fitkit.distributed.collectives.SECRET",
     "fitkit.distributed.launchers.meeting_folder.parent_of",

@@ -420,6 +420,11 @@ class ArraySource(Source):
             return self.read(self.index_batches(number)[skip:])
         return self._in_order(skip)
 
+    def sizes(self, skip: int) -> Iterator[int]:
+        size = self.batch_size
+        full, rest = divmod(max(self.samples - skip * size, 0), size)
+        return itertools.chain(itertools.repeat(size, full), [rest] if rest else [])
+
     def read(self, chosen: Iterable[torch.Tensor]) -> Iterator[Any]:
         """The batches of these samples."""
         at_once = min(self.ahead, MOST_AT_ONCE // self._batch_bytes())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from fitkit import trees
 from fitkit.arguments import dtype_name
 from fitkit.errors import ConfigurationError, warn
 from fitkit.random_states import random_state, set_random_state
+from fitkit.samples import plain_rows
 from fitkit.samples import samples_of as samples_of
 
 COLLATE_ERRORS = {
@@ -33,6 +34,21 @@ COLLATE_ERRORS = {
 """torch's complaints about samples that it can't join, and what to say instead."""
 
 
+@dataclasses.dataclass(slots=True)
+class Batch:
+    """What a rank computes in a step, and how many samples that stands for.
+
+    Attributes:
+        data: the batch, as the user's data gave it.
+        samples: its samples; 0 if it only fills a rank's place, and doesn't count.
+        total: the samples of all ranks in this step.
+    """
+
+    data: Any
+    samples: int
+    total: int
+
+
 class NoRows:
     """Stands for a batch without rows: it keeps its place, and nothing is computed from it.
 
@@ -41,7 +57,7 @@ class NoRows:
 
 
 class Source:
-    """Yields batches, pass after pass.
+    """Yields the user's batches, pass after pass.
 
     Attributes:
         samples: the samples in one pass; None if unknown.
@@ -71,6 +87,10 @@ class Source:
     @property
     def whole(self) -> Any:
         return self
+
+    def sizes(self, skip: int) -> Iterator[int] | None:
+        """The samples of each batch after the first `skip`; None if only the batches tell."""
+        return None
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         """The batches of pass `number`, without the first `skip`, which aren't loaded if avoidable.
@@ -116,6 +136,51 @@ def is_empty(batch: Any) -> bool:
                     return False
                 found = found or leaf.ndim > 0
     return found
+
+
+class CountedSource(Source):
+    """A source whose batches this rank computes by itself, each as a `Batch`.
+
+    Args:
+        source: gives the batches.
+        samples_of: counts a batch's samples.
+    """
+
+    def __init__(self, source: Source, samples_of: Callable[[Any], int] = samples_of) -> None:
+        self._source = source
+        self._samples_of = samples_of
+        self.samples, self.batch_size = source.samples, source.batch_size
+        self.steps, self.repeatable = source.steps, source.repeatable
+        self.own_state = source.own_state
+
+    @property
+    def target(self) -> Any:
+        return self._source.target
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        return self._source.generators
+
+    @property
+    def whole(self) -> Any:
+        return self._source.whole
+
+    def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
+        source = self._source
+        batches = source.batches(number, skip)
+        if (samples := source.sizes(skip)) is None or (total := source.sizes(skip)) is None:
+            return self._counted(batches)
+        return map(Batch, batches, samples, total)
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        samples_of = self._samples_of
+        for data in batches:
+            if data is NoRows:
+                yield data
+            else:
+                rows = plain_rows(data)
+                samples = samples_of(data) if rows is None else rows
+                yield Batch(data, samples, samples)
 
 
 def unpack_batch(batch: Any) -> tuple[Any, Any, Any]:

@@ -12,7 +12,6 @@ of steps, so rank r simply takes every n-th batch.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +28,7 @@ from torch.utils.data import (
 
 from fitkit import trees
 from fitkit.data.arrays import ArraySource
-from fitkit.data.batches import NoRows, Source, marked
+from fitkit.data.batches import Batch, CountedSource, NoRows, Source, marked
 from fitkit.data.collate import padded
 from fitkit.data.combined import CombinedSource
 from fitkit.data.loaders import (
@@ -54,21 +53,6 @@ SHARDS_ITSELF = "shards_itself"
 """An IterableDataset with this attribute set to True gives each rank its own part already."""
 
 
-@dataclasses.dataclass
-class RankBatch:
-    """A rank's part of one step.
-
-    Attributes:
-        batch: what the rank computes.
-        samples: their number; 0 for a placeholder batch that doesn't count.
-        total: the samples of all ranks in this step.
-    """
-
-    batch: Any
-    samples: int
-    total: int
-
-
 def sharded(
     source: Source,
     ranks: Collectives,
@@ -77,16 +61,31 @@ def sharded(
     replace_sampler: bool,
     scatter: bool,
     steps: int | None = None,
+    samples_of: Callable[[Any], int] = samples_of,
 ) -> Source:
-    """The rank's shard of a source.
+    """The rank's shard of a source, of `Batch`es.
 
     Args:
         ranks: the ranks that share the data, at least two.
-        training: whether ranks must make equal numbers of steps, of `RankBatch`es.
+        training: whether ranks must make equal numbers of steps.
         replace_sampler: whether a loader's sampler may be replaced.
         scatter: whether only rank 0 can read plain iterables, and sends batches to the others.
         steps: how many batches of a pass are read at most, if that is known.
+        samples_of: counts a batch's samples.
     """
+    shard = _shard_of(source, ranks, training, replace_sampler, scatter, steps)
+    shard.samples_of = samples_of
+    return shard if training else CountedSource(shard, samples_of)
+
+
+def _shard_of(
+    source: Source,
+    ranks: Collectives,
+    training: bool,
+    replace_sampler: bool,
+    scatter: bool,
+    steps: int | None,
+) -> _Shard:
     if isinstance(source, (LoaderSource, CombinedSource)):
         loaders = source.loaders if isinstance(source, CombinedSource) else [source.loader]
         dataset = loaders[0].dataset if isinstance(source, LoaderSource) else None
@@ -198,7 +197,10 @@ class _Shard(Source):
 
     Attributes:
         source: all ranks' data.
+        samples_of: counts a batch's samples.
     """
+
+    samples_of: Callable[[Any], int]
 
     def __init__(self, source: Any, ranks: Collectives, training: bool) -> None:
         self.source = source
@@ -248,7 +250,7 @@ class _Shard(Source):
         while True:
             batch = next(batches, None)
             last = self._seen if last is None else last  # another rank's fills a place as well
-            count = count_of(batch, None if promised is None else next(promised, None))
+            count = self._count_of(batch, None if promised is None else next(promised, None))
             has_nothing = not count and last is None
             # Sums only: a step's cost must not grow with the number of ranks.
             facts = (count, batch is not None, has_nothing, has_nothing and batch is None)
@@ -269,7 +271,19 @@ class _Shard(Source):
                 lent = self.ranks.gather(batch if count else None)
                 last = next(b for b in lent if b is not None) if last is None else last
             last = batch if count else last
-            yield RankBatch(last, count, total)
+            yield Batch(last, count, total)
+
+    def _count_of(self, batch: Any, promised: int | None = None) -> int:
+        """A batch's samples; at least 1 if it has rows, because 0 means that it doesn't count.
+
+        Args:
+            promised: their number if the batch has no arrays, but objects of a library.
+        """
+        if batch is None or batch is NoRows:
+            return 0
+        if promised is not None and not any(hasattr(leaf, "shape") for leaf in trees.leaves(batch)):
+            return promised
+        return max(self.samples_of(batch), 1)
 
 
 PART = 4096
@@ -472,7 +486,9 @@ class _ReadByAll(_Shard):
             return self._together(batches) if self.training else batches
         batches, is_random = self._read_alike(number)
         if is_random:
-            return _HandedOut(self.source, self.ranks, self.training).deal(batches, skip)
+            handed_out = _HandedOut(self.source, self.ranks, self.training)
+            handed_out.samples_of = self.samples_of
+            return handed_out.deal(batches, skip)
         batches = self._own(without_first(batches, skip))
         return self._together(batches) if self.training else batches
 
@@ -552,7 +568,7 @@ class _HandedOut(_Shard):
             if mine is None:
                 return
             if self.training:
-                yield RankBatch(mine, count, total) if total else NoRows
+                yield Batch(mine, count, total) if total else NoRows
             elif count or mine is NoRows:
                 yield mine
 
@@ -563,26 +579,14 @@ class _HandedOut(_Shard):
         found = [batch for _, batch in zip(range(self.size), batches, strict=False)]
         if not found:
             return [(None, 0, 0)] * self.size
-        total = sum(map(count_of, found))
+        counts = list(map(self._count_of, found))
+        total = sum(counts)
         filler = next((batch for batch in found if batch is not NoRows), NoRows)
         handed = [
-            (filler if self.training and batch is NoRows else batch, count_of(batch), total)
-            for batch in found
+            (filler if self.training and batch is NoRows else batch, count, total)
+            for batch, count in zip(found, counts, strict=True)
         ]
         return handed + [(filler, 0, total)] * (self.size - len(found))
-
-
-def count_of(batch: Any, promised: int | None = None) -> int:
-    """A batch's samples; at least 1 if it has rows, because 0 means that it doesn't count.
-
-    Args:
-        promised: their number if the batch has no arrays, but objects of a library.
-    """
-    if batch is None or batch is NoRows:
-        return 0
-    if promised is not None and not any(hasattr(leaf, "shape") for leaf in trees.leaves(batch)):
-        return promised
-    return max(samples_of(batch), 1)
 
 
 def filled(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
@@ -611,7 +615,7 @@ def filled(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
 def rank_batches(dealt: Iterable[tuple[Any, int, int]], batches: Iterator[Any]) -> Iterator[Any]:
     """A loader's batches as a rank's parts of the steps that their indices belong to."""
     for (_, count, total), (batch, has_rows) in zip(dealt, filled(batches), strict=True):
-        yield RankBatch(batch, count if has_rows else 0, total) if total else NoRows
+        yield Batch(batch, count if has_rows else 0, total) if total else NoRows
 
 
 def in_turn(groups: Any, ranks: Collectives) -> Iterator[Any]:

@@ -21,8 +21,7 @@ from fitkit.data.arrays import (
     is_sparse_matrix,
     wide_dtype,
 )
-from fitkit.data.batches import Source
-from fitkit.data.sharding import RankBatch
+from fitkit.data.batches import NoRows, Source
 from fitkit.errors import ConfigurationError
 
 LABEL_KEYS = ("labels", "label")
@@ -299,31 +298,26 @@ class Mover:
         and asks for the next batch while the device computes.
 
         Args:
-            batches: the batches as they are read. `RankBatch`es keep their counts.
+            batches: `Batch`es as they are read, and `NoRows`.
         """
         return batches if self._device_streams() is None else self._copied_aside(batches)
 
     def _copied_aside(self, batches: Iterator[Any]) -> Iterator[Any]:
         streams, computed = self._streams, deque[Any]()
         for batch in batches:
-            inner = batch.batch if type(batch) is RankBatch else batch
-            if not goes_aside(inner):
+            if batch is NoRows or not goes_aside(batch.data):
                 yield batch
                 continue
             if len(computed) >= LEAD:
                 streams.wait_on_host(computed.popleft())
             with streams.aside():
-                moved = self.transfer(inner)
+                moved = self.transfer(batch.data)
                 arrived = streams.mark()
             streams.wait(arrived)
             for tensor in tensors_in(moved):
                 streams.used_here(tensor)
-            self.transfer.ready = moved
-            if type(batch) is RankBatch:
-                batch.batch = moved
-                yield batch
-            else:
-                yield moved
+            self.transfer.ready = batch.data = moved
+            yield batch
             computed.append(streams.mark())
 
     def bring_whole(self, source: Source) -> bool:

@@ -24,9 +24,7 @@ from fitkit.accelerators import (
     reset_peak,
 )
 from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
-from fitkit.data.sharding import RankBatch
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.samples import samples_of
 from fitkit.seams import (
     AnyRankFlag,
     Callback,
@@ -378,14 +376,13 @@ class ThroughputMonitor(Callback):
 
     def _tokens_of(self, batch: Any) -> Any:
         """The number of tokens in a batch: a number, or a tensor () on the device."""
-        if isinstance(batch, RankBatch):
-            if not batch.samples:  # a placeholder batch
-                return 0
-            batch = batch.batch
+        if batch is None or not batch.samples:  # a placeholder batch
+            return 0
+        samples, batch = batch.samples, batch.data
         if callable(self.tokens):
             return self.tokens(batch)
         if self.tokens is not True:
-            return samples_of(batch) * int(self.tokens or 0)
+            return samples * int(self.tokens or 0)
         inputs: Any = unpack_batch(batch)[0]
         mask: Any = None
         if isinstance(inputs, Mapping):

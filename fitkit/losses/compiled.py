@@ -195,16 +195,28 @@ class CompiledLoss:
         known = None if targets is None else list(leaves(targets))
         return any(loss.may_count(known) for loss in self._all)
 
-    def counted(
-        self, prediction: Any, target: Any, weight: Any, *, is_part: bool
-    ) -> tuple[torch.Tensor, Count]:
-        """The loss of a net with one loss, and what its mean was taken over: None for samples."""
-        plain = weight is None and self.class_weights is None
-        if self._only is not None and self._plan is not None and plain:
-            classes = self._plan.parts[0].classes
-            return self._only.counted(prediction, target, None, classes, is_part=is_part)
-        (term,) = self.terms(prediction, target, weight, is_part=is_part)
-        return total_of([term]), term.count
+    def computed(
+        self, prediction: Any, target: Any, weight: Any, *, counts: bool, is_part: bool = False
+    ) -> tuple[torch.Tensor, Count, list[Term]]:
+        """A batch's loss, what its mean was taken over, and its terms if there are several losses.
+
+        Args:
+            counts: whether to say what means were taken over; otherwise None, for the samples.
+            is_part: whether the batch is a part of what an update sees.
+        """
+        only = self._only
+        if only is not None and self.class_weights is None and self._plan is not None:
+            if weight is None and counts:
+                classes = self._plan.parts[0].classes
+                return *only.counted(prediction, target, None, classes, is_part=is_part), []
+            if weight is None:
+                return only(prediction, target), None, []
+            if isinstance(weight, torch.Tensor) and not counts:
+                return only.weighted(prediction, target, weight), None, []
+        terms = self._terms(prediction, target, weight, counts=counts, is_part=is_part)
+        if len(terms) == 1:
+            return total_of(terms), terms[0].count, []
+        return total_of(terms), None, terms
 
     @property
     def own(self) -> OwnLoss | None:

@@ -147,8 +147,8 @@ class CompiledMetrics:
         only = self.only
         if (
             only is not None
-            and isinstance(prediction, Tensor)
-            and isinstance(target, Tensor)
+            and (type(prediction) is Tensor or isinstance(prediction, Tensor))
+            and (type(target) is Tensor or isinstance(target, Tensor))
             and (weight is None or isinstance(weight, Tensor))
         ):
             only.update(prediction, target, weight)

@@ -73,10 +73,6 @@ class OutputGroup:
         self._each = {name: one for name, one in self.sums.items() if not one.joins}
         self._joined = {name: one for name, one in self.sums.items() if one.joins}
         self._has_means_only = all(isinstance(one, Mean) for one in self.sums.values())
-        # By name, if each of them can also compute the value of a batch alone.
-        self._sums_alone = {name: one for name, one in self.sums.items() if type(one) is Mean}
-        if len(self._sums_alone) < len(self.sums):
-            self._sums_alone = {}
         self.sees_each: bool = bool(self._each)
         self._loss: Mean | None = None
         self._needs_weight = any(one.weighted for one in self._joined.values())
@@ -100,18 +96,6 @@ class OutputGroup:
         if self._is_first:
             self.flush()  # so that an error is raised here, with the metric's name
             self._is_first = False
-
-    def of_batch(self, prediction: Tensor, target: Tensor) -> dict[str, Any]:
-        """Return each metric's value of a single batch without gradients, and forget all samples.
-
-        The values are those that `results` gives after one `update`.
-        """
-        if not self._sums_alone:
-            self.reset()
-            self.update(prediction, target, None)
-            return dict(self.results())
-        batch = Batch(prediction, target)
-        return {name: one.of_batch(batch) for name, one in self._sums_alone.items()}
 
     def flush(self) -> None:
         """Count the waiting batches."""
@@ -286,7 +270,7 @@ class Buffer:
         self._like: Any = None  # the shapes and types of the block's batches
         self._block: tuple[Tensor, Tensor] | None = None
         self._places: Sequence[tuple[Tensor, Tensor]] = ()  # each batch's part of the block
-        self._used = 0  # of these
+        self._capacity = self._used = 0  # how many there are, and how many are used
         self._size = 0  # how many numbers one of them has
         self._full: list[tuple[Tensor, Tensor]] = []  # blocks before this one
         self._weights: list[Tensor] = []
@@ -307,7 +291,7 @@ class Buffer:
             prediction.shape, target.shape, prediction.dtype, target.dtype,
             None if weight is None else weight.shape,
         )  # fmt: skip
-        if like != self._like or self._used == len(self._places):
+        if like != self._like or self._used == self._capacity:
             if prediction.numel() + target.numel() > LARGE:
                 return *self.take(), self._large(prediction, target, weight)
             ready = self._begin_block(prediction, target, like)
@@ -351,7 +335,7 @@ class Buffer:
             self._full.append(self._used_part())
         self._size = prediction.numel() + target.numel()
         most = -(-MOST_ELEMENTS // max(self._size, 1))
-        capacity = min(GROWTH * len(self._places) if like == self._like else 1, most, MOST_BATCHES)
+        capacity = min(GROWTH * self._capacity if like == self._like else 1, most, MOST_BATCHES)
         with torch.inference_mode(False), torch.no_grad():
             # A tensor made in inference mode can't be written to outside of it.
             self._block = (
@@ -359,6 +343,7 @@ class Buffer:
                 target.new_empty((capacity, *target_shape), device=prediction.device),
             )
             self._places = list(zip(*(part.unbind() for part in self._block), strict=True))
+            self._capacity = capacity
         self._like, self._used = like, 0
         return ready
 

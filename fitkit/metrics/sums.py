@@ -115,17 +115,6 @@ class Mean:
         values = self._values(prediction, target)
         self._add(*self._summed(values, target, batch.weight))
 
-    def of_batch(self, batch: Batch) -> float:
-        """The metric of a single batch, whose tensors have no gradients; the sums stay."""
-        prediction, target = batch.converted(self.conversion)
-        values = self._values(prediction, target)
-        is_plain = values.dtype is torch.bool and target.dtype is torch.int64 and target.numel()
-        if is_plain and not (self._skip_ignored and target.min().item() <= IGNORED):
-            # Fewer and shorter operations do, as no entry is ignored.
-            return self._finished(values.count_nonzero().item(), values.numel())
-        value, weight = self._summed(values, target, batch.weight)
-        return self._finished(float(value), float(weight))
-
     def _summed(
         self, values: Tensor, target: Tensor, weight: Tensor | None
     ) -> tuple[Tensor | float, Tensor | float]:

@@ -10,32 +10,27 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.modules.module import _has_any_global_hook
 
 from fitkit import trees
 from fitkit.accelerators import has_streams
-from fitkit.arguments import is_torchs
 from fitkit.callbacks import CallbackList, ProgressBar
 from fitkit.callbacks.base import share_buffers
 from fitkit.callbacks.progress import with_built_in
 from fitkit.data.arrays import ArraySource
-from fitkit.data.batches import NoRows, Source, in_groups, limited
-from fitkit.data.sharding import RankBatch
+from fitkit.data.batches import Batch, NoRows, Source, in_groups, limited
 from fitkit.data.to_device import Streams, tensors_in
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ConfigurationError, warn
-from fitkit.hooks import evaluation_stage, overridden
-from fitkit.losses import Count
+from fitkit.hooks import evaluation_stage
 from fitkit.module import Module
 from fitkit.samples import samples_of
-from fitkit.training.explain import raise_explained
-from fitkit.training.jit.evaluation import HELD, jit_pass
+from fitkit.training.jit.evaluation import jit_pass
 from fitkit.training.jit.net import as_written
 from fitkit.training.log import LazyLogs, reduced, warn_of_empty
 from fitkit.training.own_step import Step, StepContext, predict_step_for, step_for
 from fitkit.training.settings import EvaluateArguments
-from fitkit.training.step import CompiledStep, PredictStep, is_plain_wrapper
+from fitkit.training.step import Outcome
 from fitkit.training.surroundings import evaluating, rank_source, surroundings
 from fitkit.training.with_gradients import first_step
 
@@ -79,11 +74,12 @@ def evaluate_source(
     if source.steps == 1:
         logbook.meters.waits = False  # no later batch is measured with it
     step.begin()
+    context.begin()
     model.stop_evaluating = False
     with evaluating(model, context):
         share_buffers(model)
-        context.call_before_batch(callbacks.hooks("on_test_begin"), {})
-        plan = EvaluationPlan(model, step, callbacks, "test", source)
+        callbacks.call("on_test_begin", {})
+        plan = EvaluationPlan(model, step, callbacks, "test", source, step.record)
         mine = InStep(_share_of_steps(source, steps, data_ranks), strategy)
         try:
             count, empty = plan.run(context, mine, "stop_evaluating", lambda _: logbook.results())
@@ -96,6 +92,7 @@ def evaluate_source(
             warn(f"{name} ended after {count} of {wanted} batches.")
         with torch.no_grad():
             step.finish()
+        context.batch = None  # a validation's context stays, and would hold its memory
         values, everyones = reduced(logbook, strategy.log_ranks)
         if not everyones:
             raise ConfigurationError(f"{name} is empty: it gave no samples.")
@@ -119,34 +116,34 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
         model._fitkit.compilation.given.steps_per_execution,
     )
     with surroundings(model, "predict", arguments.source.batch_size):
-        source = rank_source(model, arguments.source, training=False, steps=arguments.steps)
-        context, step = predict_step_for(model)
+        source = rank_source(
+            model, arguments.source, training=False, steps=arguments.steps, samples_of=samples_of
+        )
+        context, step = predict_step_for(model, source)
         callbacks = with_built_in(arguments.callback_list, arguments.verbose)
         copies = HostCopies(lent=not isinstance(source.whole, ArraySource))
         model.stop_predicting = False
-        mine = InStep(
-            _share_of_steps(source, arguments.steps, data_ranks), strategy, marks_padding=False
-        )
+        mine = InStep(_share_of_steps(source, arguments.steps, data_ranks), strategy)
         params = _params(model, "predict", source, arguments)
         with callbacks.running(model, params), evaluating(model, context):
             callbacks.call("on_predict_begin", {})
-            plan = EvaluationPlan(model, step, callbacks, "predict", source, copies.add)
-            logs_of = partial(_outputs, copies, mine.samples, group_size)
-            plan.run(context, mine, "stop_predicting", logs_of)
+            plan = EvaluationPlan(model, step, callbacks, "predict", source, copies.take)
+            plan.run(context, mine, "stop_predicting", partial(_outputs, copies, group_size))
             copies.wait()
             callbacks.call("on_predict_end", {})
-        counted = zip(copies.outputs, mine.samples, strict=False)
-        everyone = data_ranks.gather(mine.without_padding(list(counted)))
+        # Without the outputs of repeated batches, which have no samples.
+        counted = zip(copies.outputs, copies.samples, strict=True)
+        everyone = data_ranks.gather([pair if pair[1] else NoRows for pair in counted])
     # Ranks took batches in turn. Loaders that shard themselves may give unequal numbers.
     dealt = itertools.chain(*itertools.zip_longest(*everyone, fillvalue=NoRows))
-    whole = [pair for pair in dealt if pair is not NoRows and pair[0] is not NoRows]
+    whole = [pair for pair in dealt if pair is not NoRows]
     if not whole:
         raise ConfigurationError("x is empty: it gave no samples.")
     outputs, samples = zip(*whole, strict=True)
     return joined(list(outputs), list(samples))
 
 
-def _outputs(copies: HostCopies, samples: list[int], group_size: int, index: int) -> dict[str, Any]:
+def _outputs(copies: HostCopies, group_size: int, index: int) -> dict[str, Any]:
     """Return the outputs of the group of batches that ends with number `index`, for its hooks.
 
     This waits for outputs that are still being copied. The outputs of several batches are joined,
@@ -155,7 +152,7 @@ def _outputs(copies: HostCopies, samples: list[int], group_size: int, index: int
     if len(copies.outputs) < index + 1:
         copies.wait()
     group = slice(index - index % group_size, index + 1)
-    pairs = zip(copies.outputs[group], samples[group], strict=False)
+    pairs = zip(copies.outputs[group], copies.samples[group], strict=False)
     found, counts = [], []
     for output, count in pairs:
         if output is not NoRows:
@@ -227,30 +224,18 @@ class InStep:
     """Gives a pass's batches, with as many steps on each rank as on all others.
 
     A rank that has run out of batches, or whose batch has no rows, repeats a batch. A repeated
-    batch doesn't count.
+    batch has no samples, so it doesn't count.
 
     Args:
         batches: this rank's batches.
         strategy: says whether its ranks run in step. If they don't, the batches stay as they are.
-        marks_padding: whether a repeated batch becomes a `RankBatch` without samples, which a step
-            doesn't count. Otherwise it is repeated unchanged, and `without_padding` removes its
-            outputs.
-
-    Attributes:
-        samples: of each batch so far, where padding isn't marked; 0 for one without rows.
     """
 
-    def __init__(
-        self, batches: Iterator[Any], strategy: Strategy, *, marks_padding: bool = True
-    ) -> None:
+    def __init__(self, batches: Iterator[Any], strategy: Strategy) -> None:
         self._batches = batches
         self._collectives = strategy.collectives
         self._together = strategy.evaluates_in_step
-        self._marks_padding = marks_padding
-        self._count = 0
-        self._padding: set[int] = set()
         self._ended = False
-        self.samples: list[int] = []
 
     def ends_here(self) -> bool:
         """End this rank's batches; return whether the loop may end too, or must wait for others."""
@@ -263,23 +248,7 @@ class InStep:
         Ranks:
             Collective before each batch, if the ranks run in step.
         """
-        batches = self._in_step() if self._together else self._batches
-        return batches if self._marks_padding else self._noted(batches)
-
-    def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Note the samples of each batch, by which its outputs are joined."""
-        for batch in batches:
-            # Without calls where the batch is one tensor.
-            x = batch[0] if type(batch) is tuple and batch[1:] == () else None
-            if type(x) is torch.Tensor and x.layout is torch.strided and not x.is_nested and x.ndim:
-                self.samples += [x.shape[0]]
-            else:
-                self.samples += [0 if batch is NoRows else samples_of(batch)]
-            yield batch
-
-    def without_padding(self, outputs: list[Any]) -> list[Any]:
-        """Return the outputs, with `NoRows` in place of the outputs of repeated batches."""
-        return [NoRows if i in self._padding else output for i, output in enumerate(outputs)]
+        return self._in_step() if self._together else self._batches
 
     def _in_step(self) -> Iterator[Any]:
         last: Any = NOTHING
@@ -291,7 +260,6 @@ class InStep:
             )
             if not here:
                 return
-            self._count += 1
             if not with_batch:
                 yield NoRows
                 continue
@@ -302,62 +270,50 @@ class InStep:
                 last = batch
                 yield batch
             else:
-                self._padding.add(self._count - 1)
-                yield RankBatch(last, 0, 1) if self._marks_padding else last
+                yield Batch(last.data, 0, 1)
 
 
 class EvaluationPlan:
     """Decides how a pass over data computes its batches, and what makes it fast.
 
-    - A pass computes no gradients. Torch's inference mode saves one or two microseconds an
-      operation over `no_grad`. But its tensors can never take part in a backward pass, and nothing
-      in it can be differentiated. A net's code may keep tensors for later (positions, masks), or
-      compute a derivative. So inference mode is used only for nets that consist of torch's layers,
-      with losses and metrics that fitkit knows.
-    - If all batches are rows of the same tensors, steps from the second on skip the work whose
-      result can't change.
     - Losses that are means over samples are computed for many batches at once, as metrics are.
     - If `jit_compile` asks for it, the net and the loss are compiled (`JitPass`).
 
-    The first batch is an ordinary step under `no_grad`, with all checks.
+    A pass computes no gradients. The first batch is an ordinary step, with all checks.
 
     Args:
         model: the model that the pass evaluates.
-        step: makes the first step, and the other steps if there is no shorter way.
+        step: computes the batches, unless functions compiled of it do.
         callbacks: the pass's callbacks.
         stage: the stage in the names of callbacks' hooks, `"test"` or `"predict"`.
         source: gives the batches.
-        take: in `predict`, receives the outputs of each batch, and `NoRows` for one without rows.
+        take: receives each batch with its outcome, in their order. In `predict` it also receives
+            batches without rows, without one.
     """
 
     def __init__(
         self,
         model: Module,
-        step: Any,
+        step: Step,
         callbacks: CallbackList,
         stage: str,
         source: Source,
-        take: Callable[[Any], None] | None = None,
+        take: Callable[[Any, Outcome], None],
     ) -> None:
         self._model = model
         self._step = step
         self._take = take
+        self._predicts = stage == "predict"
         self._begin = callbacks.hooks(f"on_{stage}_batch_begin")
         self._end = callbacks.hooks(f"on_{stage}_batch_end")
         self._has_one_batch = source.steps == 1
-        self._sees_only_torchs = partial(sees_only_torchs, model, step, callbacks, stage)
-        # A single batch is computed by the first step, which doesn't ask.
-        self._may_infer = not self._has_one_batch and self._sees_only_torchs()
         shows = any(isinstance(callback, ProgressBar) for callback in callbacks.callbacks)
         self._jit = jit_pass(model, step, take, is_announced=shows)
         self._users_look = users_look(callbacks, stage)
-        # Whether batches are views or rows of tensors in memory. Other batches are made outside of
-        # inference mode, since their maker may keep them. Ranks in step don't qualify: they may
-        # repeat a batch, marked as one that doesn't count.
+        # Whether batches are views or rows of tensors in memory. Ranks in step don't qualify: they
+        # may repeat a batch, marked as one that doesn't count.
         alike = not model._fitkit.compilation.strategy.evaluates_in_step
         self._in_memory = alike and isinstance(source.whole, ArraySource)
-        self._is_plain = model._fitkit.compilation.strategy.precision.is_plain
-        self._mode: torch.inference_mode | None = None
         self._no_grad = torch.no_grad()
         self._as_written = contextlib.ExitStack()
 
@@ -380,26 +336,27 @@ class EvaluationPlan:
             The number of batches, and how many of them had no rows.
         """
         model, begin, end, take = self._model, self._begin, self._end, self._take
-        advance = self._first
+        advance: Callable[[Batch, int], Outcome | None] = self._first
         index, empty = -1, 0
         with self:
-            batches = self.batches(self._step.mover.bring_each(iter(mine)))
+            batches = self._step.mover.bring_each(iter(mine))
             for group in in_groups(batches, model._fitkit.compilation.given.steps_per_execution):
                 has_rows = False
                 for index, batch in group:
                     if batch is NoRows:
                         empty += 1
-                        if take is not None:  # in the batches' order
+                        if self._predicts:  # in the batches' order
                             self.flush()
-                            take(batch)
+                            take(batch, Outcome(None, outputs=NoRows))
                         continue
-                    if begin and not has_rows:
-                        context.call_before_batch(begin, index, {})
-                    outputs = advance(batch, index)
-                    if take is not None and outputs is not HELD:
-                        take(outputs)
+                    context.batch = batch
                     if context.waiting:
-                        context.take_waiting()
+                        context.log_waiting()
+                    if not has_rows:
+                        for hook in begin:
+                            hook(index, {})
+                    if (outcome := advance(batch, index)) is not None:
+                        take(batch, outcome)
                     if index == empty:
                         self._step.mover.transfer.undo_writes()
                         if not self._has_one_batch:
@@ -415,11 +372,11 @@ class EvaluationPlan:
             self.flush()
         return index + 1, empty
 
-    def _first(self, batch: Any, index: int) -> Any:
+    def _first(self, batch: Batch, index: int) -> Outcome:
         """Make a step with all checks."""
         jit, step = self._jit, self._step
         make = step if jit is None else jit.first
-        found = first_step(self._model, step, batch, index, make)
+        found: Outcome = first_step(self._model, step, batch, index, make)
         if jit is not None and not step.wrapped.is_bare:  # as the batch has shown
             self._jit = None
             self._as_written.enter_context(as_written(self._model))
@@ -430,20 +387,10 @@ class EvaluationPlan:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._leave()
         self._as_written.close()
         self._no_grad.__exit__(None, None, None)
 
-    def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Give the batches; make them outside of inference mode if it could matter."""
-        return batches if self._in_memory or not self._may_infer else self._outside(batches)
-
-    def _outside(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            yield batch
-            self._leave()
-
-    def step_after_first(self, first: Any) -> Callable[..., Any]:
+    def step_after_first(self, first: Batch) -> Callable[[Batch, int], Outcome | None]:
         """Return the function that makes the steps from the second on.
 
         Args:
@@ -453,30 +400,9 @@ class EvaluationPlan:
         if jit is not None and not jit.gains(keeps=self._in_memory and not self._users_look):
             self._jit = jit = None
             self._as_written.enter_context(as_written(self._model))
-            self._may_infer = self._sees_only_torchs()
-        plain = self._plain_after(first)
-        if jit is None:
-            return plain
-        return jit.after_first(first, plain, keeps=self._in_memory)
-
-    def _plain_after(self, first: Any) -> Callable[..., Any]:
-        step = self._step
-        if isinstance(step, CompiledStep):
-            # Inference mode needs a step without user code in the loss and the metrics.
-            users = step.loss.has_user_code or (step.meters or step.loss).has_user_code
-            self._may_infer = self._may_infer and not users
-        elif not isinstance(step, PredictStep):
-            return step
-        if not self._in_memory:
-            return self._inside if self._may_infer else step
-        if self._may_infer:
-            self._enter()
-        if type(first) is not tuple or not self._is_plain or not step.mover.leaves(first):
-            return step
-        forward = self._model.net if self._may_infer else step.forward
-        if isinstance(step, PredictStep):
-            return _short_prediction(step, forward, first)
-        return _short_evaluation(step, forward, first)
+        if self._in_memory:
+            self._step.join_losses()
+        return self._step if jit is None else jit.after_first(first, keeps=self._in_memory)
 
     def flush_for_hooks(self) -> None:
         """Compute pending batches at the end of a group, if a callback may read the results."""
@@ -488,110 +414,11 @@ class EvaluationPlan:
         if self._jit is not None:
             self._jit.flush()
 
-    def _inside(self, batch: Any, index: int) -> Any:
-        self._enter()
-        return self._step(batch, index)
-
-    def _enter(self) -> None:
-        if self._mode is None:
-            self._mode = torch.inference_mode()
-            self._mode.__enter__()
-
-    def _leave(self) -> None:
-        if self._mode is not None:
-            self._mode.__exit__(None, None, None)
-            self._mode = None
-
-
-def sees_only_torchs(model: Module, step: Any, callbacks: CallbackList | None, stage: str) -> bool:
-    """Return whether only torch's layers and fitkit's code see the tensors that steps make.
-
-    This is false if the model defines its own steps, if callbacks act at each batch, or if there
-    are module hooks. It is also false if the net is wrapped, for replicas or shards. A compiled net
-    would be compiled a second time.
-    """
-    if not isinstance(step, (CompiledStep, PredictStep)) or not step.wrapped.is_bare:
-        return False
-    if not is_plain_wrapper(model) or overridden(model, "transfer_batch_to_device"):
-        return False
-    if callbacks is not None and users_look(callbacks, stage):
-        return False
-    layers = (module for module in model.modules() if module is not model)
-    has_hooks = bool(model._forward_hooks or model._forward_pre_hooks or _has_any_global_hook())
-    return not has_hooks and all(map(is_torchs, layers))
-
 
 def users_look(callbacks: CallbackList, stage: str) -> bool:
     """Return whether a callback other than the progress bar acts at batches of a pass."""
     hooks = (*callbacks.hooks(f"on_{stage}_batch_begin"), *callbacks.hooks(f"on_{stage}_batch_end"))
     return any(type(getattr(hook, "__self__", None)) is not ProgressBar for hook in hooks)
-
-
-def _short_evaluation(
-    compiled: CompiledStep, forward: Callable[..., Any], first: Any
-) -> Callable[..., Any]:
-    """Return a faster step for pairs `(x, y)` of one tensor each.
-
-    It records the same values as the full step, and returns nothing. The loss may be computed
-    later, for many batches at once (`OutputGroup.join_loss`).
-    """
-    loss, add = compiled.loss.direct, compiled.logbook.loss.add
-    meters = None if compiled.meters is None else compiled.meters.only
-    has_several = compiled.meters is not None and meters is None
-    if len(first) != 2 or loss is None or has_several:
-        return compiled
-    counted = compiled.loss.counted if compiled.may_count else None
-    update = of_each = shape = None
-    if meters is not None:
-        update = meters.update
-        of_each = compiled.loss.of_each(compiled.all_targets)
-        if of_each is not None:
-            meters.join_loss(of_each, compiled.mover.transfer.device)
-
-    def step(batch: Any, index: int = 0) -> None:
-        nonlocal shape
-        x, y = batch
-        try:
-            prediction = forward(x)
-            # Compute the loss if the prediction's shape changes. A misfit then fails by itself,
-            # before it is joined with other batches.
-            count: Count = None
-            if counted is not None:
-                value, count = counted(prediction, y, None, is_part=False)
-            elif of_each is None or prediction.shape != shape:
-                value, shape = loss(prediction, y), prediction.shape
-        except Exception as error:
-            compiled.explain(error, x, y)
-            raise
-        compiled.samples = compiled.total = samples = y.shape[0]
-        if of_each is None:
-            add(
-                value.detach() if value.requires_grad else value,
-                samples if count is None else count,
-            )
-        if update is not None:
-            update(prediction, y, None)
-
-    return step
-
-
-def _short_prediction(
-    whole: PredictStep, forward: Callable[..., Any], first: Any
-) -> Callable[..., Any]:
-    """Return a faster step with the same outputs, for batches whose inputs are one tensor."""
-    if not isinstance(first[0], torch.Tensor):
-        return whole
-    net = whole.wrapped.module
-
-    def step(batch: Any, index: int = 0) -> Any:
-        x = batch[0]
-        try:
-            return forward(x)
-        except Exception as error:
-            raise_explained(error, net, x, None)
-            raise
-
-    return step
 
 
 class HostCopies:
@@ -606,20 +433,28 @@ class HostCopies:
 
     Attributes:
         outputs: the batches' outputs in order; the last one is included after `wait`.
+        samples: how many samples each of them has.
     """
 
     def __init__(
         self, streams: Callable[[torch.device], Any] = Streams, *, lent: bool = True
     ) -> None:
         self.outputs: list[Any] = []
+        self.samples: list[int] = []
         self._lent = lent
         self._make_streams = streams
         self._streams: Any = None
         self._flying: tuple[Any, Any] | None = None
 
+    def take(self, batch: Any, outcome: Outcome) -> None:
+        """Add a batch's outputs; `NoRows` itself for a batch without rows."""
+        self.samples += [0 if batch is NoRows else batch.samples]
+        self.add(outcome.outputs)
+
     def add(self, output: Any) -> None:
         """Add a batch's output."""
-        if isinstance(output, torch.Tensor) and output.is_cpu and self._flying is None:
+        is_tensor = type(output) is torch.Tensor or isinstance(output, torch.Tensor)
+        if is_tensor and output.is_cpu and self._flying is None:
             self.outputs.append(trees.kept(output) if self._lent else output)
             return
         device = _gpu_of(output)

@@ -17,7 +17,7 @@ from fitkit.callbacks.monitor import why_none
 from fitkit.callbacks.progress import with_built_in
 from fitkit.compilation import Compilation
 from fitkit.data.arrays import ArraySource
-from fitkit.data.batches import NoRows, Source, Stream, in_groups
+from fitkit.data.batches import Batch, NoRows, Source, Stream, in_groups
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Strategy
 from fitkit.distributed.sync_batchnorm import synchronized
@@ -42,10 +42,9 @@ from fitkit.training.resume import (
 )
 from fitkit.training.settings import FitArguments
 from fitkit.training.snapshot import contents, weights_of
-from fitkit.training.step import CompiledStep
 from fitkit.training.surroundings import rank_source, surroundings
 from fitkit.training.update import updates_for
-from fitkit.typing import Batch, PlainData, Values
+from fitkit.typing import PlainData, Values
 
 BATCH_HOOKS = (*SHORT_NAMES, *SHORT_NAMES.values())
 """Hooks in which a callback can stop an epoch."""
@@ -116,7 +115,9 @@ class Fit:
         self.epoch: int = arguments.initial_epoch
         self.steps_done: int = 0
         self.steps_before: int = 0  # in the epoch before it was interrupted
-        self.batch: Batch = None  # of the last step, as the source gave it; None between epochs
+        self.batch: Batch | None = (
+            None  # of the last step, as the source gave it; None between epochs
+        )
         self.logs: Values | None = None  # of the last epoch, until the next one begins
         self.noted_before: list[PlainData] = []  # by all ranks, in these steps
         self.accumulate: int = arguments.accumulate or compilation.given.accumulate_grad_batches
@@ -186,7 +187,7 @@ class Fit:
             if not kept_in_evaluation(model._weights_module()):
                 model.train()
             with running(model, self.context):  # its logs join the first epoch's
-                self.context.call_before_batch(callbacks.hooks("on_train_begin"), {})
+                callbacks.call("on_train_begin", {})
             self.warn_of_doubts()
             self.in_evaluation = kept_in_evaluation(model._weights_module())
             if self.resumed is not None:  # after on_train_begin, which resets callbacks
@@ -273,9 +274,10 @@ class Fit:
         model.current_epoch = epoch
         self.steps_done = done = self.steps_before
         step.begin()
+        context.begin()
         with epoch_continued(self, epoch):
             with running(model, context):
-                context.call_before_batch(callbacks.hooks("on_epoch_begin"), epoch, {})
+                callbacks.call("on_epoch_begin", epoch, {})
             self.epoch, self.logs, self.seen_values = epoch, None, {}
             self._follow_freezing()
             state.train()
@@ -300,12 +302,14 @@ class Fit:
                     if batch is NoRows:  # numbered, but without a step or hooks
                         empty += 1
                     else:
-                        if begin and not has_rows:
-                            context.call_before_batch(begin, index, {})
                         self.batch = batch
-                        update(batch, index)
+                        context.batch = batch
                         if context.waiting:
-                            context.take_waiting()
+                            context.log_waiting()
+                        if not has_rows:
+                            for hook in begin:
+                                hook(index, {})
+                        update(batch, index)
                         if index == done + empty:
                             step.undo_writes()
                             if epoch == self.arguments.initial_epoch:
@@ -329,7 +333,7 @@ class Fit:
                         break
             update.flush()
             update.finish()
-            self.batch = None
+            self.batch = context.batch = None
             self.note(index + 1)
             if empty and empty == index + 1:
                 raise ConfigurationError(f"x is empty: all {empty} batches have 0 samples.")
@@ -385,7 +389,8 @@ class Fit:
 
     def _check_on_peeked_batch(self) -> None:
         """Find the metrics' names if an epoch was interrupted after its last batch."""
-        if not isinstance(self.step, CompiledStep) or self.step.checked:
+        step = self.context.compiled
+        if self.step is not step or step.checked:
             return
         batch = self.stream.peek()
         if all(there for there in self.collectives.gather(batch is not None)):
@@ -393,7 +398,7 @@ class Fit:
             with modes_restored(self.model), torch.no_grad():
                 self.model.eval()
                 wrapped = self.compilation.strategy.wrap_for_evaluation(self.model)
-                self.step.run_first_checks(batch, wrapped)
+                step.run_first_checks(batch, wrapped)
             set_random_state(drawn, self.stream.generators)
 
     def _follow_freezing(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -394,6 +394,7 @@ class Logbook:
             is then their sum, not a mean of batches' losses.
         steps: how many steps this rank has made.
         padding: how many of them were padding, which doesn't count.
+        samples: this rank's samples in the last batch; 0 for padding.
         doubts: say once that batches' entries disagree on their samples.
         joined: what all ranks have noted of the pass, as `noted_by` returns it, if `reduced` has
             joined it. What a rank notes is no longer its own then.
@@ -407,20 +408,35 @@ class Logbook:
         self.logged: Logged = Logged()
         self.steps: int = 0
         self.padding: int = 0
+        self.samples: int = 0
         self.doubts: Doubts = Doubts()
         self.joined: list[dict[str, Any]] = []
 
-    def add_parts(self, parts: dict[str, torch.Tensor], samples: int) -> None:
-        """Add the losses of a batch's several outputs."""
-        for name, value in parts.items():
-            self.parts.setdefault(name, RunningMean()).add(value.detach(), samples)
+    def add_losses(
+        self,
+        loss: torch.Tensor,
+        count: float | torch.Tensor | None,
+        terms: Sequence[Term],
+        samples: int,
+    ) -> None:
+        """Add a batch's loss, and the losses of its several outputs.
 
-    def add_terms(self, terms: list[Term], samples: int) -> None:
-        """Add the losses of a batch's several outputs, each the mean over something else."""
+        Args:
+            count: what the loss is the mean over; None for the batch's samples.
+        """
+        if any(term.count is not None for term in terms):
+            self.loss.last, self.loss.last_count = loss.detach(), samples
+            self.scales.update((term.name, term.scale) for term in terms)
+        else:
+            self.loss.add(loss.detach(), samples if count is None else count)
+        if terms:
+            self.add_terms(terms, samples)
+
+    def add_terms(self, terms: Sequence[Term], samples: int) -> None:
+        """Add the losses of a batch's several outputs, each the mean over its own count."""
         for term in terms:
             mean = self.parts.setdefault(term.name, RunningMean())
             mean.add(term.value.detach(), samples if term.count is None else term.count)
-            self.scales[term.name] = term.scale
 
     def reset(self) -> None:
         """Begin a new pass."""

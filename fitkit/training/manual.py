@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fitkit.data.batches import Batch
 from fitkit.distributed.strategies import Engine, Strategy
 from fitkit.errors import ConfigurationError, warn
 from fitkit.fit_state import FitState
@@ -14,8 +15,7 @@ from fitkit.hooks import overridden
 from fitkit.losses import Count
 from fitkit.modes import weights_cast_anew
 from fitkit.module import Module
-from fitkit.training.own_step import Step
-from fitkit.typing import Batch
+from fitkit.training.own_step import Step, StepContext
 
 
 def nothing_if(loss: torch.Tensor, count: float | torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ class Manual:
             self._updates_before = updates
         versions = None if self._steps_count else self._versions()
         with state.counting_steps(), weights_cast_anew():
-            self._step(batch, index)
+            self._step.record(batch, self._step(batch, index))
         if state.updates != updates:
             self._steps_count = True
         elif versions is not None and versions != self._versions():
@@ -90,7 +90,7 @@ class Manual:
 
 def manual_backward(
     model: Module,
-    step: Step,
+    context: StepContext,
     parameters: list[torch.nn.Parameter],
     loss: torch.Tensor,
     count: Count = None,
@@ -98,8 +98,9 @@ def manual_backward(
 ) -> None:
     """Compute the gradients of a loss from the model's own step, averaged over the ranks."""
     strategy, state = model._fitkit.compilation.strategy, model._fitkit.fit_state
-    mine: float = step.samples
-    whole: float = step.total
+    assert context.batch is not None
+    mine: float = context.batch.samples
+    whole: float = context.batch.total
     if count is not None and strategy.data_ranks.world_size > 1:
         mine = float(count)
         (whole,) = strategy.data_ranks.sums([mine])

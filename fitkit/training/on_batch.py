@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from operator import attrgetter, is_
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
@@ -24,37 +22,33 @@ from fitkit.data.arrays import (
     made_dense,
     wide_dtype,
 )
-from fitkit.data.batches import check_weights
+from fitkit.data.batches import Batch, check_weights
 from fitkit.data.sources import array_batch, check_data_type
 from fitkit.hooks import STEP_HOOKS, evaluation_stage
 from fitkit.losses.class_weights import ClassWeights
 from fitkit.modes import (
-    FLAG,
     has_plain_modes,
     in_use,
     kept_in_evaluation,
     modules_of,
-    set_flags,
     to_training,
 )
 from fitkit.module import Module
-from fitkit.optimizers import is_schedule_free, members_of, needs_closure
+from fitkit.optimizers import members_of
 from fitkit.outputs import EMPTY_MEAN
-from fitkit.samples import Reading, reading
-from fitkit.training.evaluate import joined, on_host, sees_only_torchs
-from fitkit.training.explain import raise_explained
+from fitkit.samples import Reading, reading, samples_of
+from fitkit.training.evaluate import joined, on_host
 from fitkit.training.log import warn_of_empty
 from fitkit.training.own_step import StepContext, predict_step_for, running, step_for
-from fitkit.training.step import CompiledStep, PredictStep, forward_of, is_plain_wrapper
+from fitkit.training.step import CompiledStep, counter_of
 from fitkit.training.surroundings import (
     computing,
     evaluating,
     place,
-    raise_out_of_memory,
     surroundings,
     unchanged_on_error,
 )
-from fitkit.training.update import Update, updates_for
+from fitkit.training.update import updates_for
 from fitkit.training.with_gradients import first_step
 
 OF_ALL = ("transfer_batch_to_device", "forward")
@@ -84,12 +78,6 @@ PLAIN = ("torch.nn.", "fitkit.")
 PLAIN_VALUES = (numbers.Number, str, bytes, type(None))
 """What no net computes with. Inputs of these alone are refused with what to write."""
 
-AS_IN_NUMPY = {
-    torch.from_numpy(np.zeros(1, name)).dtype: np.dtype(name)
-    for name in ("float32", "float64", "int64", "uint8", "bool")
-}
-"""NumPy's dtypes of arrays that torch takes as they are."""
-
 
 @dataclasses.dataclass
 class KeptStep:
@@ -100,25 +88,19 @@ class KeptStep:
         step: the stage's step.
         update: makes updates; None if the stage doesn't train.
         is_kept: whether the next call may use the step.
-        is_short: whether that call may leave out all that can't change from batch to batch.
         layers: the modules in the model and its losses, but not the model.
         kinds: the classes of all modules.
         held: what decides how the step is built, as `_objects_of` returns it.
         roles: which parameters learn, with their dtypes and devices.
         fused: the tensors of optimizers' states that fused kernels read, and their shapes.
         batch_facts: which batches the step was built for, as `_batch_facts` returns it.
-        plain: what `_plain_parts` returns for the first batch.
         may_count: whether the loss may be a mean over something other than samples.
-        infers: whether only torch's and fitkit's code sees the tensors of an evaluation.
-        chain: the modules that compute an evaluation's output one after the other, if `infers`.
-        mode: surrounds evaluations, which compute no gradients.
     """
 
     context: StepContext
     step: Any
     update: Any = None
     is_kept: bool = False
-    is_short: bool = False
     layers: list[nn.Module] = dataclasses.field(default_factory=list)
     kinds: list[type[nn.Module]] = dataclasses.field(default_factory=list)
     held: list[Any] = dataclasses.field(default_factory=list)
@@ -127,15 +109,10 @@ class KeptStep:
     fused: list[torch.Tensor] = dataclasses.field(default_factory=list)
     shapes: list[torch.Size] = dataclasses.field(default_factory=list)
     batch_facts: list[Any] = dataclasses.field(default_factory=list)
-    plain: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
     may_count: bool = False
-    infers: bool = False
-    chain: list[nn.Module] = dataclasses.field(default_factory=list)
-    mode: AbstractContextManager[Any] = dataclasses.field(default_factory=torch.no_grad)
 
     def __post_init__(self) -> None:
-        if isinstance(self.step, CompiledStep):
-            self.step.logbook.meters.waits = False  # no later batch is measured with it
+        self.step.logbook.meters.waits = False  # no later batch is measured with it
 
     def keep(self, model: Module, batch: tuple[Any, ...]) -> None:
         """Note what a step that has made its first batch was built for, if it can be kept."""
@@ -156,20 +133,9 @@ class KeptStep:
             self.fused = [one for one in states if isinstance(one, torch.Tensor)]
             self.shapes = [*map(SHAPE, self.fused)]
         self.batch_facts = _batch_facts(batch)
-        if isinstance(step, CompiledStep) and not step.loss.has_several:
+        if step.loss is not None and not step.loss.has_several:
             # The mean over one batch is the same whatever it is taken over.
-            self.may_count, step.may_count, step.count = step.may_count, False, None
-        if step.mover.leaves(batch):  # which also says that the net doesn't write into it
-            self.plain = _plain_parts(batch)
-        self.is_short = bool(self.plain) and _needs_little(model, self, len(batch))
-        if self.update is None and sees_only_torchs(model, step, None, "test"):
-            users = isinstance(step, CompiledStep) and (
-                step.loss.has_user_code or (step.meters or step.loss).has_user_code
-            )
-            net: Any = model._modules["net"]
-            self.infers = not users
-            self.mode = torch.no_grad() if users else torch.inference_mode()
-            self.chain = _chain_of(net) if self.infers else []
+            self.may_count, step.may_count = step.may_count, False
 
     def holds(self, model: Module) -> bool:
         """Return whether nothing has changed that decides how the step is built."""
@@ -213,38 +179,6 @@ class KeptStep:
             objects += _fused_states(model)
         return objects
 
-    def tensors_of(self, arrays: tuple[Any, ...]) -> tuple[torch.Tensor, ...] | None:
-        """Return a batch as tensors if nothing needs to be converted or checked; else None.
-
-        The tensors are those that `array_batch` makes of arrays like the first batch's.
-        """
-        plain = self.plain
-        for array in arrays[len(plain) :]:
-            if array is not None:
-                return None
-        found = []
-        for array, (kind, dtype, ndim, rows) in zip(arrays, plain, strict=False):
-            shape = array.shape if type(array) is np.ndarray else None
-            if shape is not None:
-                if array.dtype != kind or not array.flags.carray:
-                    return None
-                array = torch.from_numpy(array)
-            elif (
-                type(array) is not torch.Tensor
-                or array.dtype is not dtype
-                or not array.is_cpu
-                or array.layout is not torch.strided
-                or array.requires_grad
-            ):
-                return None
-            else:
-                shape = array.shape
-            if len(shape) != ndim or (rows is not None and shape[1:] != rows):
-                return None
-            found.append(array)
-        samples = found[0].shape[0]
-        return tuple(found) if samples and samples == found[-1].shape[0] else None
-
 
 class KeptSteps:
     """Keeps a model's steps for single batches, by stage, from one call to the next.
@@ -279,6 +213,7 @@ class KeptSteps:
         if not kept.is_kept:
             kept.keep(model, batch)
         if kept.is_kept:
+            kept.context.begin()  # between calls it holds no batch
             kept.step.wrapped.module = kept.step.forward = None
             self._by_stage[kept.context.name] = kept
 
@@ -288,7 +223,7 @@ def _can_be_kept(model: Module, stage: str, step: Any) -> bool:
     compilation, state = model._fitkit.compilation, model._fitkit.fit_state
     strategy = compilation.strategy
     return (
-        type(step) in (CompiledStep, PredictStep)
+        isinstance(step, CompiledStep)
         and step.wrapped.is_bare
         and step.mover.is_ours
         and strategy.world.size == 1
@@ -298,48 +233,6 @@ def _can_be_kept(model: Module, stage: str, step: Any) -> bool:
         and compilation.loss.own is None
         and not (stage == "training" and state.scalings)
     )
-
-
-def _needs_little(model: Module, kept: KeptStep, count: int) -> bool:
-    """Return whether a call of a kept step needs nothing around it, but a mode and a context.
-
-    Then the net can be called directly, and nothing is set that `surroundings` sets.
-
-    Args:
-        count: the number of a batch's parts.
-    """
-    compilation, state = model._fitkit.compilation, model._fitkit.fit_state
-    step, update = kept.step, kept.update
-    if compilation.strategy.device.index is not None:
-        return False  # it is made the current one
-    if update is not None and (
-        type(update) is not Update or any(map(needs_closure, state.optimizers))
-    ):
-        return False
-    is_simple = isinstance(step, PredictStep) or (
-        count == 2
-        and step.loss.direct is not None
-        and (step.meters is None or step.meters.only is not None)
-    )
-    return (
-        is_simple
-        and has_plain_modes(modules_of(model))
-        and is_plain_wrapper(model)
-        and not (model._forward_hooks or model._forward_pre_hooks)
-        and not (model._backward_hooks or model._backward_pre_hooks or _has_any_global_hook())
-        and compilation.strategy.precision.is_plain
-        and compilation.given.jit_compile is False
-        and not any(getattr(compilation.given, name) is not None for name in FLAGS)
-        and not compilation.loss_modules
-        and not any(map(is_schedule_free, state.optimizers))
-    )
-
-
-def _chain_of(net: nn.Module) -> list[nn.Module]:
-    """Return the modules that compute a net's output one after the other."""
-    if type(net) is not nn.Sequential:
-        return [net]
-    return [one for layer in net for one in _chain_of(layer)]
 
 
 def _fused_states(model: Module) -> list[Any]:
@@ -415,20 +308,6 @@ def _batch_facts(batch: tuple[Any, ...]) -> list[Any]:
     return facts
 
 
-def _plain_parts(batch: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """Return each tensor's dtype in NumPy and in torch, its dimensions, and a target's row shape.
-
-    The list is empty if some part isn't a tensor in main memory, or if there are weights. Weights
-    are checked in each call.
-    """
-    if len(batch) > 2 or not all(type(part) is torch.Tensor and part.is_cpu for part in batch):
-        return []
-    return [
-        (AS_IN_NUMPY.get(part.dtype), part.dtype, part.ndim, part.shape[1:] if number else None)
-        for number, part in enumerate(batch)
-    ]
-
-
 def _ready(
     model: Module, kept: KeptStep | None, arrays: tuple[Any, ...]
 ) -> tuple[KeptStep | None, tuple[Any, ...]]:
@@ -445,13 +324,17 @@ def _ready(
     if kept.batch_facts != _batch_facts(batch):
         return None, batch
     step.wrapped.module = model
-    step.forward = forward_of(step.wrapped)
-    if isinstance(step, CompiledStep):
-        step.begin()
+    step.enter_again()
+    step.begin()
     return kept, batch
 
 
-def _values_of(kept: KeptStep, batch: tuple[Any, ...]) -> dict[str, Any]:
+def _counted(data: tuple[Any, ...], samples_of: Callable[[Any], int]) -> Batch:
+    samples = samples_of(data)
+    return Batch(data, samples, samples)
+
+
+def _values_of(kept: KeptStep, batch: Batch) -> dict[str, Any]:
     """Return the values of the one batch that a step has computed."""
     step = kept.step
     if not kept.is_kept:
@@ -472,9 +355,6 @@ def fit_batch(
     state, steps = model._fitkit.fit_state, model._fitkit.kept_steps
     assert type(steps) is KeptSteps
     kept = steps.take("training") if class_weights is None else None
-    found = _fit_shortly(model, kept, arrays)
-    if found is not None:
-        return found
     losses = model._fitkit.compilation.loss_modules
     with in_use(model, "train_on_batch", alone=True), surroundings(model, "train_on_batch"):
         kept, batch = _ready(model, kept, arrays)
@@ -498,8 +378,9 @@ def fit_batch(
                             model, context, step, accumulate=1, compiles=False
                         )
                     state.accumulate = 1
-                    kept.update(batch, 0)
-                    values = _values_of(kept, batch)
+                    counted = context.batch = _counted(batch, counter_of(model))
+                    kept.update(counted, 0)
+                    values = _values_of(kept, counted)
                 finally:
                     step.logbook.logged.finish()
     model._fitkit.log_names = list(values)
@@ -508,55 +389,21 @@ def fit_batch(
     return values
 
 
-def _fit_shortly(
-    model: Module, kept: KeptStep | None, arrays: tuple[Any, ...]
-) -> dict[str, Any] | None:
-    """Do what `fit_batch` does with a kept step; return None if something else is needed."""
-    if kept is None or not kept.is_short:
-        return None
-    modules = [model, *kept.layers]
-    with in_use(model, "train_on_batch", alone=True, modules=modules):
-        if torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu"):
-            return None
-        if not kept.holds(model) or (batch := kept.tensors_of(arrays)) is None:
-            return None
-        if not all(map(FLAG, modules)):
-            return None
-        for parameter in kept.parameters:
-            parameter.grad = None
-        try:
-            with unchanged_on_error(model, modules), running(model, kept.context):
-                prediction, loss = _loss_of(model, kept, *batch)
-                values = _logs_of(kept, prediction, loss, *batch)
-                kept.update.learn_alone(loss)
-        except Exception as error:
-            raise_out_of_memory(error, model, "train_on_batch")
-            raise
-    model._fitkit.log_names = [*values]
-    steps = model._fitkit.kept_steps
-    assert type(steps) is KeptSteps
-    steps.give(model, batch, kept)
-    return values
-
-
 def evaluate_batch(model: Module, arrays: tuple[Any, ...]) -> dict[str, Any]:
     """Compute one batch's loss and metrics in this process."""
     steps = model._fitkit.kept_steps
     assert type(steps) is KeptSteps
-    kept = steps.take("test")
-    found = _evaluate_shortly(model, "test_on_batch", kept, arrays)
-    if found is not None:
-        return found
     with computing(model, "test_on_batch") as modules, surroundings(model, "test_on_batch"):
-        kept, batch = _ready(model, kept, arrays)
+        kept, batch = _ready(model, steps.take("test"), arrays)
         if kept is None:
             place(model)
             kept = KeptStep(*step_for(model, evaluation_stage(model) or "test"))
         step = kept.step
-        with evaluating(model, kept.context, modules), kept.mode:
+        with evaluating(model, kept.context, modules), torch.no_grad():
             try:
-                first_step(model, step, batch)
-                values = _values_of(kept, batch)
+                counted = kept.context.batch = _counted(batch, counter_of(model))
+                step.record(counted, first_step(model, step, counted))
+                values = _values_of(kept, counted)
             finally:
                 step.logbook.logged.finish()
     steps.give(model, batch, kept)
@@ -567,114 +414,15 @@ def predict_batch(model: Module, x: Any) -> Any:
     """Compute the net's outputs for one batch; return them as NumPy arrays."""
     steps, arrays = model._fitkit.kept_steps, (x, None, None)
     assert type(steps) is KeptSteps
-    kept = steps.take("predict")
-    found = _evaluate_shortly(model, "predict_on_batch", kept, arrays)
-    if found is not None:
-        return found
     with computing(model, "predict_on_batch") as modules, surroundings(model, "predict_on_batch"):
-        kept, batch = _ready(model, kept, arrays)
+        kept, batch = _ready(model, steps.take("predict"), arrays)
         if kept is None:
             place(model)
             kept = KeptStep(*predict_step_for(model))
-        with evaluating(model, kept.context, modules), kept.mode:
-            outputs = trees.to_numpy(joined([on_host(first_step(model, kept.step, batch))]))
+        with evaluating(model, kept.context, modules), torch.no_grad():
+            counted = kept.context.batch = _counted(batch, samples_of)
+            outcome = first_step(model, kept.step, counted)
+            outputs = trees.to_numpy(joined([on_host(outcome.outputs)]))
+            kept.step.undo_writes()
     steps.give(model, batch, kept)
     return outputs
-
-
-def _evaluate_shortly(
-    model: Module, verb: str, kept: KeptStep | None, arrays: tuple[Any, ...]
-) -> Any:
-    """Return a batch's values or outputs by a kept step; None if something else is needed."""
-    if kept is None or not kept.is_short:
-        return None
-    modules = [model, *kept.layers]
-    with in_use(model, verb, alone=False, modules=modules):
-        if not kept.holds(model) or (batch := kept.tensors_of(arrays)) is None:
-            return None
-        if model._fitkit.fit_state.trains:
-            return None
-        set_flags([(module, False) for module in modules if module.training])
-        try:
-            compute = _outputs if verb == "predict_on_batch" else _values
-            with kept.mode:
-                if kept.infers:  # no code of the user's that could log
-                    found = compute(model, kept, *batch)
-                else:
-                    with running(model, kept.context):
-                        found = compute(model, kept, *batch)
-        except Exception as error:
-            raise_out_of_memory(error, model, verb)
-            raise
-    steps = model._fitkit.kept_steps
-    assert type(steps) is KeptSteps
-    steps.give(model, batch, kept)
-    return found
-
-
-def _output_of(model: Module, kept: KeptStep, x: torch.Tensor) -> Any:
-    """Return the net's output for a batch."""
-    net: Any = model._modules["net"]
-    if not kept.chain:
-        return net(x)
-    output = x
-    try:
-        for layer in kept.chain:  # none has hooks, which a call of the layer would run
-            output = layer.forward(output)
-    except Exception:
-        return net(x)  # fails with the frames that explain it
-    return output
-
-
-def _outputs(model: Module, kept: KeptStep, x: torch.Tensor) -> Any:
-    """Return the net's outputs for a batch as NumPy arrays."""
-    try:
-        output = _output_of(model, kept, x)
-    except Exception as error:
-        raise_explained(error, model, x, None)
-        raise
-    if type(output) is torch.Tensor and output.dtype in AS_IN_NUMPY and output.ndim:
-        return torch.cat((output,)).numpy()  # a copy: a net may return its input
-    return trees.to_numpy(joined([on_host(output)]))
-
-
-def _values(model: Module, kept: KeptStep, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
-    """Return a batch's loss and metrics."""
-    prediction, loss = _loss_of(model, kept, x, y)
-    return _logs_of(kept, prediction, loss, x, y)
-
-
-def _loss_of(
-    model: Module, kept: KeptStep, x: torch.Tensor, y: torch.Tensor
-) -> tuple[Any, torch.Tensor]:
-    """Return the net's prediction for a batch, and its loss."""
-    step = kept.step
-    loss = step.loss.direct
-    step.samples = x.shape[0]  # by which values that the net's code logs are weighed
-    try:
-        prediction = _output_of(model, kept, x)
-        return prediction, loss(prediction, y)
-    except Exception as error:
-        step.wrapped.module = model
-        step.explain(error, x, y)
-        raise
-
-
-def _logs_of(
-    kept: KeptStep, prediction: Any, loss: torch.Tensor, x: torch.Tensor, y: torch.Tensor
-) -> dict[str, Any]:
-    """Return a batch's loss and metrics, and what the net's code has logged."""
-    step: CompiledStep = kept.step
-    meters, logged, value = step.meters, step.logbook.logged, loss.item()
-    is_mean = value == value or not kept.may_count or any(step.counts_of((x, y)))
-    found: dict[str, Any] = {"loss": value if is_mean else EMPTY_MEAN}
-    if meters is not None:
-        prediction = prediction.detach() if prediction.requires_grad else prediction
-        assert meters.only is not None  # a step of several outputs isn't kept
-        found.update(meters.only.of_batch(prediction, y))
-    if logged.entries:
-        found.update(logged.results())
-        logged.reset()
-    if EMPTY_MEAN in found.values():
-        warn_of_empty(found, "In this batch")
-    return found

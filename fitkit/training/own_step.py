@@ -14,8 +14,7 @@ import torch
 from fitkit import trees
 from fitkit.arguments import describe
 from fitkit.data.arrays import ArraySource
-from fitkit.data.batches import Source
-from fitkit.data.sharding import RankBatch
+from fitkit.data.batches import Batch, Source
 from fitkit.data.sources import targets_of
 from fitkit.data.to_device import Mover, moved_by
 from fitkit.distributed.collectives import Collectives
@@ -25,14 +24,13 @@ from fitkit.distributed.sync_batchnorm import Synchronization
 from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import has_own_steps, overridden, step_arguments
-from fitkit.losses import Count, Term, checked_count
+from fitkit.losses import checked_count
 from fitkit.losses.class_weights import ClassWeights
 from fitkit.module import LogOptions, Module, is_metric
 from fitkit.record import Context
-from fitkit.samples import samples_of
 from fitkit.training.jit.programs import compiles_updates, traces_gradients
 from fitkit.training.log import Logbook, Logged
-from fitkit.training.step import CompiledStep, PredictStep
+from fitkit.training.step import CompiledStep, Outcome
 from fitkit.training.with_gradients import wrapped_for_evaluation
 
 
@@ -43,29 +41,28 @@ class StepContext:
     Attributes:
         name: `"training"`, `"validation"`, `"test"` or `"predict"`.
         logged: the values of `self.log`.
-        compiled: computes the compiled loss, which hooks get by `super().training_step(…)`. None in
-            `predict`.
-        predicting: computes the net's outputs, which `predict_step` gets by `super()`. None except
-            in `predict`.
-        samples: the samples of the current batch, on this rank.
+        compiled: computes what hooks get by `super()`: the compiled loss, or in `predict` the net's
+            outputs.
+        batch: the current batch, from its first hook on; None before a pass's first.
+        is_part: whether it is only a part of an update's samples.
+        is_silent: whether it is computed once more, and leaves no trace.
+        inside: what `super().training_step(…)` found in it; None if it wasn't called.
         seen: the samples of the pass so far, on this rank.
         is_over: whether the hook at the end of the pass runs.
-        is_padding: whether the current batch is padding, which doesn't count.
-        is_opening: whether hooks run before a batch whose samples aren't known yet.
-        waiting: the values that they logged, until `take_waiting`.
+        waiting: the values that hooks logged before the first batch, with which they count.
         ending: the values logged by a hook that is called with the pass's values; otherwise None.
         backward: computes a loss's gradients and averages them over the ranks; training only.
     """
 
     name: str
-    logged: Logged = dataclasses.field(default_factory=Logged)
-    compiled: CompiledStep | None = None
-    predicting: PredictStep | None = None
-    samples: int = 0
+    logged: Logged
+    compiled: CompiledStep
+    batch: Batch | None = None
+    is_part: bool = False
+    is_silent: bool = False
+    inside: Outcome | None = None
     seen: int = 0
     is_over: bool = False
-    is_padding: bool = False
-    is_opening: bool = False
     waiting: list[tuple[str, Any, LogOptions, int | None]] = dataclasses.field(default_factory=list)
     ending: Logged | None = None
     backward: Callable[..., None] | None = None
@@ -77,26 +74,29 @@ class StepContext:
 
     def transferred(self, batch: Any) -> Any:
         """A batch moved to the device in fitkit's way."""
-        step = self.compiled or self.predicting
-        assert step is not None
-        return step.mover.transfer(batch)
+        return self.compiled.mover.transfer(batch)
 
     def compiled_loss(self, model: Any, batch: Any) -> torch.Tensor:
         """The compiled loss of a batch that is on the device; compiled metrics count it."""
-        assert self.compiled is not None
-        return self.compiled.inside(model, batch, counts=not self.is_padding)
+        counts = not self.is_silent and self.batch is not None and self.batch.samples > 0
+        found = self.compiled.inside(model, batch, is_part=self.is_part, counts=counts)
+        self.inside = found
+        assert found.loss is not None
+        return found.loss
 
     def compiled_outputs(self, model: Any, batch: Any) -> Any:
         """The net's outputs for a batch that is on the device."""
-        assert self.predicting is not None
-        return self.predicting.inside(model, batch)
+        return self.compiled.outputs_inside(model, batch)
 
-    def call_before_batch(self, hooks: Iterable[Callable[..., Any]], *arguments: Any) -> None:
-        """Call hooks before a batch. What they log counts with that batch's samples."""
-        self.is_opening = True
-        for hook in hooks:
-            hook(*arguments)
-        self.is_opening = False
+    def begin(self) -> None:
+        """Begin a new pass."""
+        self.batch, self.seen = None, 0
+
+    def log_waiting(self) -> None:
+        """Record what hooks logged before the first batch, now that its samples are known."""
+        waiting, self.waiting = self.waiting, []
+        for entry in waiting:
+            self.log(*entry)
 
     def call_at_end(
         self,
@@ -144,23 +144,16 @@ class StepContext:
         if self.ending is not None:
             self.ending.add(name, value, options, 1 if samples is None else samples)
             return
-        if self.is_opening:
+        if self.batch is None and not self.is_over:
             self.waiting.append((name, value, options, samples))
             return
-        own_steps = self.samples or self.seen
-        batch = self.samples if own_steps or self.compiled is None else self.compiled.samples
-        if self.is_padding or (batch == 0 and not self.is_over):
+        batch = 0 if self.batch is None else self.batch.samples
+        if self.is_silent or (batch == 0 and not self.is_over):
             return
         if samples is None:
             # A value logged at the end of a pass stands for all samples of this rank.
             samples = max(self.seen, 1) if self.is_over else batch
         self.logged.add(name, value, options, samples)
-
-    def take_waiting(self) -> None:
-        """Record what was logged before the current batch, now that its samples are known."""
-        waiting, self.waiting = self.waiting, []
-        for entry in waiting:
-            self.log(*entry)
 
 
 class running(contextlib.AbstractContextManager[StepContext]):  # noqa: N801
@@ -229,14 +222,19 @@ def step_for(
     return context, OwnStep(model, context, wrapped)
 
 
-def predict_step_for(model: Module) -> tuple[StepContext, Any]:
+def predict_step_for(model: Module, source: Source | None = None) -> tuple[StepContext, Step]:
     """The step of `predict`."""
     wrapped = wrapped_for_evaluation(model)
     _check_undivided(model, wrapped, "predict")
-    compiled = PredictStep(model, wrapped)
-    context = StepContext("predict", predicting=compiled)
+    compiled = CompiledStep(
+        model,
+        wrapped,
+        predicts=True,
+        keeps_batches=source is not None and isinstance(source.whole, ArraySource),
+    )
+    context = StepContext("predict", compiled.logbook.logged, compiled)
     if has_own_steps(model, "predict"):
-        return context, OwnPredictStep(model, context, wrapped)
+        return context, OwnStep(model, context, wrapped)
     return context, compiled
 
 
@@ -250,10 +248,11 @@ def _check_undivided(model: Module, wrapped: WrappedModel, stage: str) -> None:
 
 
 class OwnStep:
-    """Computes batches' losses by the hooks that the model defines, and keeps the running values.
+    """Computes batches by the hooks that the model defines, and keeps the running values.
 
     In training these are `training_step` and `training_step_end`, and `training_epoch_end` gets at
-    the pass's end what they returned; `validation_` and `test_` have the same three.
+    the pass's end what they returned; `validation_` and `test_` have the same three, and `predict_`
+    has the first two.
 
     Args:
         model: has the hooks.
@@ -261,9 +260,7 @@ class OwnStep:
         wrapped: calls the step, as the strategy wants it called.
 
     Attributes:
-        samples: of the last batch on this rank; 0 where it was padding.
-        total: of the last batches on all ranks.
-        count, terms, may_count, is_part: as in `CompiledStep`.
+        may_count: as in `CompiledStep`, whose loss the hooks may ask for.
         synchronization: what synchronised batch normalisations go by; None where there are none.
         ranks: those that see different data.
         keeps: whether the pass's `_epoch_end` wants what the steps returned.
@@ -271,56 +268,39 @@ class OwnStep:
     """
 
     def __init__(self, model: Module, context: StepContext, wrapped: WrappedModel) -> None:
-        assert context.compiled is not None
         stage, strategy = context.name, model._fitkit.compilation.strategy
         self.model = model
         self.context = context
         self.wrapped = wrapped
-        self._samples_of = context.compiled.samples_of
         self.mover: Mover = context.compiled.mover
         self.logbook: Logbook = context.compiled.logbook
-        self.samples: int = 0
-        self.total: int = 0
-        self.count: Count = None
-        self.terms: list[Term] | None = None
         self.may_count: bool = True
         self.outputs: list[Any] | None = None
         self.synchronization: Synchronization | None = None
         self.ranks: Collectives = strategy.data_ranks
         autocast = strategy.precision.autocast
         self.autocast: Callable[..., Any] = partial(autocast, strategy.device.type)
-        self._method = f"{stage}_step"
-        self._arguments = step_arguments(model, self._method)
+        self.method = f"{stage}_step"
+        self._arguments = step_arguments(model, self.method)
         self.enter_again()
         self._end = getattr(model, f"{stage}_step_end")
         self._has_end = overridden(model, f"{stage}_step_end")
         # A transfer of the model's own is part of what is called through a wrapper: under dp each
         # replica brings its part to its own device.
         self._moves = overridden(model, "transfer_batch_to_device")
+        self._has_loss = stage != "predict"
         self._needs_loss = stage == "training" and model.automatic_optimization
         self._is_first = True
-        self.keeps: bool = overridden(model, f"{stage}_epoch_end")
+        self.keeps: bool = self._has_loss and overridden(model, f"{stage}_epoch_end")
         self.begin()
 
     def enter_again(self) -> None:
         """Call the model's step as the model is wrapped now."""
-        self.enter: Callable[..., Any] = entry_of(self.model, self.wrapped, self._method)
-
-    @property
-    def is_part(self) -> bool:
-        """As in `CompiledStep`, whose loss the hooks may ask for."""
-        assert self.context.compiled is not None
-        return self.context.compiled.is_part
-
-    @is_part.setter
-    def is_part(self, is_part: bool) -> None:
-        assert self.context.compiled is not None
-        self.context.compiled.is_part = is_part
+        self.enter: Callable[..., Any] = entry_of(self.model, self.wrapped, self.method)
 
     def begin(self) -> None:
         """Begin a new pass."""
         self.logbook.reset()
-        self.context.seen = 0
         self.outputs = [] if self.keeps else None
 
     def finish(self) -> None:
@@ -330,7 +310,7 @@ class OwnStep:
             return
         outputs, self.outputs = self.outputs, []
         context = self.context
-        context.is_padding, context.is_over = False, True
+        context.is_over = True
         try:
             getattr(self.model, f"{context.name}_epoch_end")(outputs)
         finally:
@@ -345,89 +325,74 @@ class OwnStep:
                 "loss.",
                 code="FK025",
             )
-        if compiled is not None and compiled.class_weights is not None and not compiled.checked:
+        if compiled.class_weights is not None and not compiled.checked:
             warn(
                 "class_weight has no effect, because training_step computes the loss itself. The "
                 "weights apply only in super().training_step."
             )
 
     def __call__(
-        self, batch: Any, index: int, optimizer_idx: int = 0, *, counts: bool = True
-    ) -> torch.Tensor | None:
-        """The batch's loss, if it has one, noted in the logbook.
+        self, batch: Batch, index: int = 0, optimizer_idx: int = 0, *, is_part: bool = False
+    ) -> Outcome:
+        """What the model's step gives for a batch.
 
         Args:
-            counts: whether the batch counts; else it leaves no trace but its gradients.
+            is_part: whether the batch is only a part of an update's samples.
 
         Raises:
             ConfigurationError: a training step gave no loss that can be learned from.
         """
-        context = self.context
-        rank_batch = batch if type(batch) is RankBatch else None
-        batch = batch if rank_batch is None else rank_batch.batch
-        self.samples = self.total = self._samples_of(batch)
-        if rank_batch is not None:
-            self.samples, self.total = rank_batch.samples, rank_batch.total
-        context.samples = self.samples
-        is_padding = rank_batch is not None and rank_batch.samples == 0
-        context.is_padding = is_padding or not counts
+        context, is_padding = self.context, batch.samples == 0
+        context.is_part, context.inside = is_part, None
         if self.synchronization is not None:
             self.synchronization.counts = not is_padding
-        if context.waiting and counts:
-            context.take_waiting()  # before the ranks exchange the step's values
-        with _metrics_restored(self.model) if context.is_padding else contextlib.nullcontext():
-            moved = batch if self._moves else self.mover.transfer(batch)
+        leaves_no_trace = self._has_loss and (is_padding or context.is_silent)
+        with _metrics_restored(self.model) if leaves_no_trace else contextlib.nullcontext():
+            moved = batch.data if self._moves else self.mover.transfer(batch.data)
             with self.autocast():
                 outputs = self.enter(moved, *self.arguments(index, optimizer_idx))
                 outputs = self.ended(outputs)
             if self._is_first:
                 self.mover.transfer.note_writes()
-            loss = self._loss(outputs)
-        context.is_padding = is_padding
-        if not counts:
-            return loss
-        if is_padding:
-            self.count = None if self.count is None else 0
-            self.logbook.padding += 1
-        else:
-            self.note(loss, outputs)
-        if context.name == "training":  # elsewhere ranks may make unequal numbers of steps
-            context.logged.exchange(self.ranks, is_padding=is_padding)
+            found = self._outcome(outputs) if self._has_loss else Outcome(None, outputs=outputs)
+        self._is_first = False
+        return found
+
+    def again(
+        self, batch: Batch, index: int, optimizer_idx: int = 0, *, is_part: bool = False
+    ) -> torch.Tensor:
+        """The batch's loss once more (LBFGS computes it several times)."""
+        self.context.is_silent = True
+        try:
+            loss = self(batch, index, optimizer_idx, is_part=is_part).loss
+        finally:
+            self.context.is_silent = False
+        assert loss is not None
         return loss
 
-    def take(
-        self, batch: Any, count: Any, rank_batch: RankBatch | None, *, is_compiled_loss: bool
-    ) -> None:
-        """Take a batch whose step was computed elsewhere: it counts from now on.
+    def record(self, batch: Batch, outcome: Outcome) -> None:
+        """Take a batch's loss, and what its step returned, into the pass's values.
 
-        Args:
-            count: what the step said that its loss is the mean over; None where it didn't.
-            rank_batch: what the batch is among those of all ranks; None on one rank.
-            is_compiled_loss: whether the step returned what `super().training_step` gave.
+        Ranks:
+            Collective in training, if the step logs values that the ranks exchange in each step.
         """
-        context = self.context
-        self.samples = self.total = self._samples_of(batch)
-        if rank_batch is not None:
-            self.samples, self.total = rank_batch.samples, rank_batch.total
-        context.samples, context.is_padding = self.samples, False
-        if context.waiting:
-            context.take_waiting()
-        self.count = self.terms = None
-        if count is not None:
-            self.count = checked_count(count, f"{self._method} returned 'count'")
-        elif is_compiled_loss and context.compiled is not None:
-            self.count, self.terms = context.compiled.count, context.compiled.terms
+        context, logbook, samples = self.context, self.logbook, batch.samples
+        logbook.samples = samples
+        if samples == 0:
+            logbook.padding += 1
+        else:
+            context.seen += samples
+            if outcome.loss is not None:
+                count = outcome.count
+                logbook.loss.add(outcome.loss.detach(), samples if count is None else count)
+            if self.outputs is not None:
+                outputs = _without_gradients(outcome.outputs, training=context.name == "training")
+                self.outputs.append(trees.kept(outputs))
+        if context.name == "training":  # elsewhere ranks may make unequal numbers of steps
+            context.logged.exchange(self.ranks, is_padding=samples == 0)
 
-    def note(self, loss: torch.Tensor | None, outputs: Any) -> None:
-        """Take a batch's loss, and what its step returned, into the pass's values."""
-        context = self.context
-        context.seen += self.samples
-        if loss is not None:
-            weight = self.samples if self.count is None else self.count
-            self.logbook.loss.add(loss.detach(), weight)
-        if self.outputs is not None:
-            outputs = _without_gradients(outputs, training=context.name == "training")
-            self.outputs.append(trees.kept(outputs))
+    def join_losses(self) -> None:
+        """Do nothing: the model's own code computes each loss."""
 
     def arguments(self, index: int, optimizer_idx: int = 0) -> list[int]:
         """What the model's step wants to know beside the batch."""
@@ -438,47 +403,33 @@ class OwnStep:
         """What the step returned, as its `_step_end` or the replicas' mean makes it."""
         if self._has_end:
             return self._end(outputs)
-        if self.wrapped.weights is not None:
+        if self.wrapped.weights is not None and self._has_loss:
             return with_mean_loss(outputs, self.wrapped.weights)
         return outputs
-
-    def again(self, batch: Any, index: int, optimizer_idx: int = 0) -> torch.Tensor:
-        """The batch's loss once more, noted nowhere (LBFGS computes it several times)."""
-        loss = self(batch, index, optimizer_idx, counts=False)
-        assert loss is not None
-        return loss
 
     def undo_writes(self) -> None:
         """Undo what the first batch's step did to the data's memory."""
         self.mover.transfer.undo_writes()
 
-    def _loss(self, outputs: Any) -> torch.Tensor | None:
+    def _outcome(self, outputs: Any) -> Outcome:
         found = loss_in(outputs)
         loss = None
-        self.count = self._count(outputs, found)
         if isinstance(found, torch.Tensor) and found.numel() == 1:
             loss = found.reshape(())
         elif self.context.name != "training" and isinstance(found, float):
             loss = torch.tensor(found)
         if self._needs_loss and outputs is not None and (self._is_first or loss is None):
             self._check(loss, found, outputs)
-        self._is_first = False
-        return loss
+        (inside, self.context.inside), said = (self.context.inside, None), said_count(outputs)
+        if said is not None:
+            count = checked_count(said, f"{self.method} returned 'count'")
+            return Outcome(loss, count, outputs=outputs)
+        if inside is None or inside.loss is not found:
+            return Outcome(loss, outputs=outputs)
+        return Outcome(loss, inside.count, inside.terms, outputs)
 
-    def _count(self, outputs: Any, loss: Any) -> Count:
-        """What the step's loss was the mean over: as the step says it, or as the compiled loss."""
-        if isinstance(outputs, Mapping) and outputs.get("count") is not None:
-            return checked_count(outputs["count"], f"{self._method} returned 'count'")
-        self.terms = None
-        compiled = self.context.compiled
-        if compiled is None or loss is None or compiled.inside_loss is not loss:
-            return None
-        self.terms = compiled.terms
-        return compiled.count
-
-    def counts_of(self, batch: Any) -> list[float]:
+    def counts_of(self, batch: Batch) -> list[float]:
         """As `CompiledStep.counts_of`, where the compiled loss is what the step returns."""
-        assert self.context.compiled is not None
         return self.context.compiled.counts_of(batch)
 
     def _check(self, loss: torch.Tensor | None, found: Any, outputs: Any) -> None:
@@ -497,6 +448,11 @@ class OwnStep:
                 f"The loss that {hooks} returned has no gradient, so the net can't learn from it. "
                 "Compute it from the net's output, without .item(), .detach() or no_grad."
             )
+
+
+def said_count(outputs: Any) -> Any:
+    """What a step's outputs say that the loss is the mean over; None where they don't."""
+    return outputs.get("count") if isinstance(outputs, Mapping) else None
 
 
 def loss_in(outputs: Any) -> Any:
@@ -550,45 +506,6 @@ def _metrics_restored(model: torch.nn.Module) -> Iterator[None]:
             for name, value in state.items():
                 setattr(metric, name, value)
             metric._update_count, metric._computed = count, None
-
-
-class OwnPredictStep:
-    """Computes batches' outputs by the model's `predict_step` and `predict_step_end`.
-
-    Args:
-        model, context, wrapped: as in `OwnStep`.
-    """
-
-    def __init__(self, model: Module, context: StepContext, wrapped: WrappedModel) -> None:
-        assert context.predicting is not None
-        strategy = model._fitkit.compilation.strategy
-        self.model = model
-        self.context = context
-        self.wrapped = wrapped
-        self.mover: Mover = context.predicting.mover
-        self._autocast = partial(strategy.precision.autocast, strategy.device.type)
-        self._takes_index = "batch_idx" in step_arguments(model, "predict_step")
-        self.enter_again()
-        self._end = model.predict_step_end
-        self._moves = overridden(model, "transfer_batch_to_device")
-        self._is_first = True
-
-    def enter_again(self) -> None:
-        """Call the model's step as the model is wrapped now."""
-        self._enter = entry_of(self.model, self.wrapped, "predict_step")
-
-    def __call__(self, batch: Any, index: int = 0) -> Any:
-        """The outputs for a batch."""
-        arguments = (index,) if self._takes_index else ()
-        self.context.samples = samples_of(batch)
-        with self._autocast():
-            moved = batch if self._moves else self.mover.transfer(batch)
-            outputs = self._end(self._enter(moved, *arguments))
-        if self._is_first:
-            self.mover.transfer.note_writes()
-            self.mover.transfer.undo_writes()
-            self._is_first = False
-        return outputs
 
 
 Step = CompiledStep | OwnStep

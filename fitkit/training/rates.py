@@ -255,14 +255,14 @@ class Rates:
 
         For the loss and logged values it is the step's; for a metric, the epoch's value so far.
         """
-        logbook, samples = self._step.logbook, float(self._step.samples)
+        logbook = self._step.logbook
+        samples = float(logbook.samples)
         entries = logbook.logged.entries
         entry = entries.get(name, entries.get(name.removesuffix("_step")))
         if entry is not None and entry.latest is not None:
             return float(entry.latest), samples
         if name == "loss" and logbook.loss.last is not None:
-            count = self._step.count
-            return float(logbook.loss.last), samples if count is None else float(count)
+            return float(logbook.loss.last), float(logbook.loss.last_count) if samples else 0.0
         value = logbook.results().get(name)
         return None if value is None else float(value), samples
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import threading
@@ -17,8 +18,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fitkit import trees
 from fitkit.compilation import MEMORY_FORMATS
-from fitkit.data.batches import check_weights, unpack_batch, warn_of_second_target
-from fitkit.data.sharding import RankBatch
+from fitkit.data.batches import Batch, check_weights, unpack_batch, warn_of_second_target
 from fitkit.data.to_device import LABEL_KEYS, Mover, Transfer
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.spread.context_parallel import SequenceParts
@@ -29,18 +29,42 @@ from fitkit.errors import ConfigurationError
 from fitkit.hooks import overridden
 from fitkit.losses import CompiledLoss, Count, Term
 from fitkit.losses.class_weights import ClassWeights
-from fitkit.losses.compiled import total_of
 from fitkit.metrics.compiled import CompiledMetrics
 from fitkit.modes import modes_restored
 from fitkit.module import Module
-from fitkit.samples import Counted, counted, counted_in, said_by, samples_in
+from fitkit.samples import counted, counted_in, plain_rows, said_by, samples_in
 from fitkit.training.explain import raise_explained, shape_words
 from fitkit.training.log import Logbook
 from fitkit.training.own_loss import ask_for_rows, ask_for_sum, takes_items_in_batch
 
 
+@dataclasses.dataclass(slots=True)
+class Outcome:
+    """What a step found in a batch. It changes nothing: whoever keeps it, records it.
+
+    Attributes:
+        loss: of the batch; None if there is none, or if the metrics will compute it.
+        count: what the loss is the mean over; None for the batch's samples.
+        terms: the losses of several outputs, whose sum is the loss; empty for one loss.
+        outputs: of the net, or of a step of the model's own.
+        target, weight: of the batch, on the device.
+    """
+
+    loss: torch.Tensor | None
+    count: Count = None
+    terms: Sequence[Term] = ()
+    outputs: Any = None
+    target: Any = None
+    weight: Any = None
+
+    @property
+    def counts_apart(self) -> bool:
+        """Whether the terms are means over different things."""
+        return any(term.count is not None for term in self.terms)
+
+
 class CompiledStep:
-    """Computes the losses of batches and keeps the pass's running values.
+    """Computes batches by the net and the loss of `compile`, or by the net alone.
 
     Everything that can't change within a call is decided in the constructor or at the first batch.
     So a step does no more than a hand-written loop.
@@ -48,6 +72,7 @@ class CompiledStep:
     Args:
         model: the model, with its net and its compiled settings.
         wrapped: calls the net's forward.
+        predicts: whether to compute outputs alone. Targets and weights are ignored then.
         class_weights: weights by label; training only.
         all_targets: all targets of in-memory data (for several data sets, a list). Their labels are
             checked at the first batch, and decide whether an evaluation's losses are joined.
@@ -57,14 +82,8 @@ class CompiledStep:
         keeps_batches: whether batches are rows of arrays, not a generator's.
 
     Attributes:
-        samples: the samples of the last batch on this rank; 0 if it was padding.
-        total: the samples of the last batches on all ranks.
-        given_samples: the samples of the last batch that was moved; None if its rows are counted.
-        count: what the last batch's loss was the mean over; None for its samples.
         may_count: as given.
         keeps_batches: whether batches' memory stays unchanged while others are read.
-        terms: the last batch's losses, if several outputs may count differently.
-        is_part: whether the next batch is only a part of an update's samples.
         synchronization: what synchronised batch normalisations use; None if there are none.
     """
 
@@ -73,56 +92,70 @@ class CompiledStep:
         model: Module,
         wrapped: WrappedModel,
         *,
+        predicts: bool = False,
         class_weights: ClassWeights | None = None,
         all_targets: list[Any] | None = None,
         name: str = "x",
         ranks: Collectives | None = None,
-        may_count: bool = True,
+        may_count: bool = False,
         keeps_batches: bool = False,
     ) -> None:
         compilation = model._fitkit.compilation
         strategy: Strategy = compilation.strategy
         self.wrapped = wrapped
-        self.forward: Callable[..., Any] = forward_of(wrapped)
+        self._precision, self._kind = strategy.precision, strategy.device.type
+        self._is_plain = strategy.precision.is_plain
+        self.enter_again()
         self._sequences = wrapped if isinstance(wrapped, SequenceParts) else None
         self.caller: Caller = caller_of(model)
         self.mover: Mover = mover_of(model)
-        self._unpack = unpacker_of(model, name)
+        self._unpack = unpacker_of(model, None if predicts else name)
         self._ranks = ranks
-        self._move = self.mover.move
-        self._autocast, self._widen = strategy.precision.autocast, strategy.precision.widen
-        self._kind = strategy.device.type
         self.synchronization: Synchronization | None = None
-        compilation.loss.to(strategy.device)
-        self.loss: CompiledLoss = compilation.loss.begin()
-        self.loss.class_weights = class_weights
-        self.logbook: Logbook = Logbook(compilation.metrics.begin())
+        self.loss: CompiledLoss | None = None
+        metrics = CompiledMetrics()
+        if not predicts:
+            compilation.loss.to(strategy.device)
+            self.loss, metrics = compilation.loss.begin(), compilation.metrics.begin()
+            self.loss.class_weights = class_weights
+            if (own := self.loss.own) is not None:
+                wrapped.weigh = lambda output, x: number_of(own.count(output, labels_inside(x)))
+        self.logbook: Logbook = Logbook(metrics)
         self.logbook.doubts = model._fitkit.doubts
-        self._speaks = strategy.collectives.rank == 0
-        self._has_target = compilation.given.target is not None
         self.meters: CompiledMetrics | None = self.logbook.meters or None
         self.class_weights = class_weights
         self.all_targets: list[Any] = all_targets or []
         self.name = name
         self.checked: bool = False
         self._had_target = False
-        self.samples: int = 0
-        self.total: int = 0
-        self.given_samples: int | None = None
+        self._is_first = True
+        self._opens = False  # whether batches are parts that need no move
+        self._joins: torch.Size | None = None  # of predictions whose losses the metrics compute
         self.may_count = may_count
         self.keeps_batches = keeps_batches
-        if (own := self.loss.own) is not None:
-            wrapped.weigh = lambda output, x: number_of(own.count(output, labels_inside(x)))
-        self.count: Count = None
-        self.terms: list[Term] | None = None
-        self.inside_loss: torch.Tensor | None = None  # the last one that the model's own step got
-        self.is_part = False
         self._waits_for_ranks = strategy.evaluates_in_step and strategy.world.size > 1
         self._replicas = threading.Lock()
+
+    def enter_again(self) -> None:
+        """Call the net as the model is wrapped now."""
+        self.forward: Callable[..., Any] = self.in_precision(forward_of(self.wrapped))
+
+    def in_precision(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The same call of the net in the strategy's precision; also traced."""
+        if self._is_plain:
+            return forward
+
+        def call(*given: Any, **named: Any) -> Any:
+            with self._precision.autocast(self._kind):
+                outputs = forward(*given, **named)
+            return self._precision.widen(outputs)
+
+        return call
 
     def begin(self) -> None:
         """Begin a new pass."""
         self.logbook.reset()
+        self._joins = None
 
     def finish(self) -> None:
         """End the pass: the metrics count the waiting batches."""
@@ -133,142 +166,80 @@ class CompiledStep:
         """Undo the first batch's changes to the data's memory."""
         self.mover.transfer.undo_writes()
 
-    def __call__(self, batch: Any, index: int = 0) -> torch.Tensor:
-        """Compute the batch's loss, and record it in the logbook with the metrics.
+    # ------------------------------------------------------------------ a batch's outcome
+
+    def __call__(self, batch: Batch, index: int = 0, *, is_part: bool = False) -> Outcome:
+        """What the net and the loss give for a batch.
+
+        Args:
+            is_part: whether the batch is only a part of an update's samples.
 
         Raises:
             ConfigurationError: the net, loss or metrics can't take the batch. The message speaks of
                 what the user passed, and torch's own error is its cause.
         """
-        rank_batch = batch if type(batch) is RankBatch else None
-        x, y, weight = self.moved_parts(batch if rank_batch is None else rank_batch.batch)
+        if self._opens:
+            x, y, weight = (*batch.data, None, None)[:3]
+        else:
+            x, y, weight = self.moved_parts(batch.data)
         if self.synchronization is not None:
-            self.synchronization.counts = rank_batch is None or rank_batch.samples > 0
-        if not self.checked:
-            self._check_batch(x, y, weight)
-        try:
-            with self._autocast(self._kind):
-                if isinstance(x, torch.Tensor):
-                    prediction = self.forward(x)
-                else:
-                    given, named = self.caller.arguments(x)
-                    prediction = self.forward(*given, **named)
-            prediction = self._widen(prediction)
-            loss, parts = self._losses(prediction, x, y, weight)
-        except Exception as error:
-            self.explain(error, x, y)
-            raise
-        if self._sequences is not None:
-            loss = self._mean_of_sequences(loss)
-        self.note(prediction, loss, parts, (x, y, weight), rank_batch)
+            self.synchronization.counts = batch.samples > 0
+        outcome = self.compute(self.forward, x, y, weight, is_part=is_part)
+        if self._is_first:
+            self._is_first = False
+            self._look_at(batch.data)
+        return outcome
+
+    def again(self, batch: Batch, index: int = 0, *, is_part: bool = False) -> torch.Tensor:
+        """The batch's loss again (LBFGS computes it several times)."""
+        loss = self(batch, index, is_part=is_part).loss
+        assert loss is not None
         return loss
 
-    def note(
-        self,
-        prediction: Any,
-        loss: torch.Tensor,
-        parts: dict[str, torch.Tensor],
-        batch: tuple[Any, Any, Any],
-        rank_batch: RankBatch | None = None,
-    ) -> None:
-        """Add the results of a batch's step to the pass's values.
-
-        Args:
-            batch: its inputs, targets and weights.
-            rank_batch: how many of its samples count; None if all do.
-        """
-        x, y, weight = batch
-        samples = self.given_samples
-        if samples is None:
-            both = type(x) is torch.Tensor and type(y) is torch.Tensor
-            if both and not (x.is_nested or y.is_nested) and y.ndim and x.shape[:1] == y.shape[:1]:
-                samples = y.shape[0]
-            else:
-                samples = self._told(counted_in(x, y))
-        self.samples = self.total = samples
-        if rank_batch is not None:
-            self.samples, self.total = rank_batch.samples, rank_batch.total
-            if rank_batch.samples == 0:
-                self.count = None if self.count is None else 0
-                return
-        logbook, samples = self.logbook, self.samples
-        if self.terms is not None:
-            logbook.loss.last = loss.detach()
-            logbook.add_terms(self.terms, samples)
-        elif self._sequences is not None:  # each rank records the same
-            count = samples if self.count is None else self.count
-            logbook.loss.add(loss.detach(), count / self._sequences.size)
-        else:
-            logbook.loss.add(loss.detach(), samples if self.count is None else self.count)
-        if parts:
-            logbook.add_parts(parts, samples)
-        if self.class_weights is not None:
-            weight = self.loss.weigh(y, weight)
-        if self.meters is not None:
-            self.meters.update(prediction, y, weight)
-
-    def again(self, batch: Any, index: int = 0) -> torch.Tensor:
-        """The batch's loss again, without recording it (LBFGS computes it several times)."""
-        opened = self.moved_parts(batch.batch if type(batch) is RankBatch else batch)
-        return self.compute(self.forward, *opened)[1]
-
-    def run_first_checks(self, batch: Any, wrapped: WrappedModel) -> None:
+    def run_first_checks(self, batch: Batch, wrapped: WrappedModel) -> None:
         """Run the first batch's checks with a batch that doesn't count.
 
         Args:
             wrapped: the model as evaluations call it: without DDP, but with gathering of sharded
                 weights.
         """
-        opened = self.moved_parts(batch.batch if type(batch) is RankBatch else batch)
-        self.compute(forward_of(wrapped), *opened)
+        forward = self.in_precision(forward_of(wrapped))
+        self.compute(forward, *self.moved_parts(batch.data))
 
-    def inside(self, model: Callable[..., Any], batch: Any, *, counts: bool) -> torch.Tensor:
-        """The loss of a batch inside a step of the model's own. Only the metrics record it.
+    def inside(
+        self, model: Callable[..., Any], batch: Any, *, is_part: bool, counts: bool
+    ) -> Outcome:
+        """The outcome of a batch inside a step of the model's own. Only the metrics record it.
 
         Args:
             model: the model, or one of its replicas.
             batch: a batch on the device.
+            is_part: as in a call.
             counts: whether the metrics count it.
         """
         x, y, weight = self.parts(batch)
         # Replicas take turns at the first batch, whose checks build the metrics, and at their sums.
         with contextlib.nullcontext() if self.checked else self._replicas:
-            prediction, loss, parts = self.compute(model, x, y, weight)
-        self.inside_loss = loss
-        with self._replicas, torch.no_grad():
-            if counts and parts:
-                self.logbook.add_parts(parts, samples_in(x, y))
-            if counts and self.class_weights is not None:
-                weight = self.loss.weigh(y, weight)
-            if counts and self.meters is not None:
-                self.meters.update(prediction, y, weight)
-        return loss
+            outcome = self.compute(self.in_precision(model), x, y, weight, is_part=is_part)
+        if counts:
+            with self._replicas, torch.no_grad():
+                self.measure(outcome, samples_in(x, y))
+        return outcome
 
-    def moved_parts(self, batch: Any) -> tuple[Any, Any, Any]:
-        """The batch's inputs, targets and weights, on the device.
+    def outputs_inside(self, model: Callable[..., Any], batch: Any) -> Any:
+        """The net's outputs for a batch that is on the device, inside a `predict_step`."""
+        return self.caller(self.in_precision(model), self.parts(batch)[0])
 
-        The samples are those of the batch as it was given: it may say its number.
-        """
-        kind = type(batch)
-        self.given_samples = None if kind is tuple or kind is list else self.samples_of(batch)
-        return self.parts(self._move(batch))
-
-    def samples_of(self, batch: Any) -> int:
-        """The samples of a batch as it was given. Entries that disagree are said once."""
-        if self._has_target and isinstance(batch, Mapping) and said_by(batch) is None:
-            return self._told(counted_in(*self._unpack(batch)[:2]))
-        return self._told(counted(batch))
-
-    def _told(self, found: Counted) -> int:
-        """The number that was counted, after its doubt was said."""
-        if found.doubt is not None:
-            self.logbook.doubts.note(found.doubt, speaks=self._speaks)
-        return found.samples
+    def moved_parts(self, data: Any) -> tuple[Any, Any, Any]:
+        """A batch's inputs, targets and weights, on the device."""
+        return self.parts(self.mover.move(data))
 
     def parts(self, batch: Any) -> tuple[Any, Any, Any]:
         """The inputs, targets and weights of a batch that is on the device."""
         x, y, weight = self._unpack(batch)
-        if y is None:
+        if self.loss is None:
+            y = weight = None
+        elif y is None:
             y = labels_inside(x)
         if self._sequences is not None:
             if not self.checked:
@@ -277,66 +248,121 @@ class CompiledStep:
         return x, y, weight
 
     def compute(
-        self, forward: Callable[..., Any], x: Any, y: Any, weight: Any
-    ) -> tuple[Any, torch.Tensor, dict[str, torch.Tensor]]:
-        """The prediction, the loss and its parts by output, by another way to call the net."""
+        self, forward: Callable[..., Any], x: Any, y: Any, weight: Any, *, is_part: bool = False
+    ) -> Outcome:
+        """The outcome of a batch's parts, by a way to call the net in the right precision."""
         if not self.checked:
             self._check_batch(x, y, weight)
         try:
-            with self._autocast(self._kind):
-                prediction = self.caller(forward, x)
-            prediction = self._widen(prediction)
-            loss, parts = self._losses(prediction, x, y, weight)
+            outputs = forward(x) if type(x) is torch.Tensor else self.caller(forward, x)
+            if not self.checked:
+                return self._first_outcome(outputs, x, y, weight, is_part)
+            return self._outcome(outputs, y, weight, is_part)
         except Exception as error:
             self.explain(error, x, y)
             raise
-        if self._sequences is not None:
-            loss = self._mean_of_sequences(loss)
-        return prediction, loss, parts
 
-    def _mean_of_sequences(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss of whole sequences, from the loss of this rank's part."""
-        assert self._sequences is not None
-        if self.loss.has_several:
-            raise ConfigurationError(
-                "context_parallel trains a net with one loss, but there are several. Add them up "
-                "in one function, or leave context_parallel out."
-            )
-        mean, self.count = self._sequences.mean(loss, self.count)
-        return mean
+    def _outcome(self, outputs: Any, y: Any, weight: Any, is_part: bool) -> Outcome:
+        """The outcome of a batch with these outputs, after the first batch's checks."""
+        loss, sequences = self.loss, self._sequences
+        if loss is None:
+            return Outcome(None, outputs=outputs if sequences is None else sequences.join(outputs))
+        # Compute the loss if the outputs' shape changes. A misfit then fails by itself, before it
+        # is joined with other batches.
+        if self._joins is not None:
+            if outputs.shape != self._joins:
+                loss(outputs, y)
+                self._joins = outputs.shape
+            return Outcome(None, outputs=outputs, target=y, weight=weight)
+        own, ranks = loss.own, self._ranks
+        if self.may_count and own is not None and ranks is not None and not own.is_decided:
+            own.count(outputs, y)
+            own.agree(ranks)
+        value, count, terms = loss.computed(
+            outputs, y, weight, counts=self.may_count, is_part=is_part
+        )
+        if sequences is not None:
+            if terms:
+                raise ConfigurationError(
+                    "context_parallel trains a net with one loss, but there are several. Add them "
+                    "up in one function, or leave context_parallel out."
+                )
+            value, count = sequences.mean(value, number_of(count))
+        for term in terms:
+            term.count = number_of(term.count)
+        return Outcome(value, number_of(count), terms, outputs, y, weight)
 
-    def _check_sequences(self, sequences: SequenceParts, x: Any, y: Any) -> None:
-        """Refuse a net or a loss that can't be computed from parts of sequences."""
-        if self.loss.own is not None:
-            raise ConfigurationError(
-                "A net that computes its own loss sees only a part of each sequence under "
-                "context_parallel. Give compile a loss, and fit (x, y) with the label of each "
-                "token in its place."
-            )
-        outputs = partial(_outputs_of, self)
-        whole, y, part, y_part = sequences.check(outputs, x, y)
-        if not self.loss.has_user_code:
+    # ------------------------------------------------------------------ what a pass keeps of it
+
+    def record(self, batch: Batch, outcome: Outcome) -> None:
+        """Add a batch's outcome to the pass's values. A batch that doesn't count adds nothing."""
+        self.logbook.samples = samples = batch.samples
+        if samples == 0:
             return
-        with torch.no_grad():
-            fresh = self.loss.begin()
-            (term, *_) = fresh.terms(part, y_part, None, is_part=True)
-            sequences.check_loss(
-                fresh(whole, y)[0], term.scale * sequences.mean(term.value, term.count)[0]
-            )
+        if outcome.loss is not None:
+            count = outcome.count
+            if self._sequences is not None:  # each rank records the same
+                count = (samples if count is None else count) / self._sequences.size
+            self.logbook.add_losses(outcome.loss, count, outcome.terms, samples)
+        if self.meters is not None or self.class_weights is not None:
+            self._measure(outcome)
 
-    def _losses(
-        self, prediction: Any, x: Any, y: Any, weight: Any
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss and its parts by output, after the first batch's checks."""
-        if self.checked:
-            if self.may_count:
-                return self._counted(prediction, y, weight)
-            return self.loss(prediction, y, weight)
-        self._ask_net(prediction, x, y)
-        self._check(prediction, x, y)
-        found = self._losses(prediction, x, y, weight)
-        self.loss.check_learns(found[0])
+    def measure(self, outcome: Outcome, samples: int) -> None:
+        """Add a batch's outcome to the metrics, and to the losses of several outputs."""
+        if not outcome.counts_apart:
+            self.logbook.add_terms(outcome.terms, samples)
+        self._measure(outcome)
+
+    def _measure(self, outcome: Outcome) -> None:
+        weight = outcome.weight
+        if self.class_weights is not None and self.loss is not None:
+            weight = self.loss.weigh(outcome.target, weight)
+        if self.meters is not None:
+            self.meters.update(outcome.outputs, outcome.target, weight)
+
+    def join_losses(self) -> None:
+        """Leave the losses of later batches to the metrics, which compute many at once.
+
+        Does nothing where the losses aren't means over samples, or the batches aren't rows of
+        arrays that are on the device.
+        """
+        only = None if self.meters is None else self.meters.only
+        if only is None or self.loss is None or self.may_count:
+            return
+        of_each = self.loss.of_each(self.all_targets)
+        if of_each is not None and self._opens and self._is_plain:
+            only.join_loss(of_each, self.mover.transfer.device)
+            self._joins = torch.Size()
+
+    # ------------------------------------------------------------------ the first batch
+
+    def _first_outcome(self, outputs: Any, x: Any, y: Any, weight: Any, is_part: bool) -> Outcome:
+        """The first batch's outcome, and its checks of everything that shows before an update."""
+        loss = self.loss
+        if loss is None:
+            self.mover.transfer.note_writes()
+            self.checked = True
+            return self._outcome(outputs, y, weight, is_part)
+        self._ask_net(loss, outputs, x, y, is_part)
+        self.mover.transfer.note_writes()
+        with torch.no_grad():
+            loss.check(outputs, y)
+            for targets in self.all_targets:
+                loss.check_labels(targets)
+            if self.meters is not None:
+                hint = functools.partial(loss.hint, net=self.wrapped.module)
+                self.meters.start(outputs, y, hint, loss.trained)
+        self.checked = True
+        self._had_target = y is not None
+        found = self._outcome(outputs, y, weight, is_part)
+        assert found.loss is not None
+        loss.check_learns(found.loss)
         return found
+
+    def _look_at(self, data: Any) -> None:
+        """Decide by the first batch, after its forward, whether others need no move."""
+        if self.keeps_batches and type(data) is tuple and self._sequences is None:
+            self._opens = self.mover.leaves(data)
 
     def _check_batch(self, x: Any, y: Any, weight: Any) -> None:
         """Refuse an invalid first batch before the net gets it."""
@@ -344,52 +370,55 @@ class CompiledStep:
         if self.all_targets and self.all_targets[0] is None:  # the user named none, as for arrays
             warn_of_second_target(y, weight)
 
-    def _counted(
-        self, prediction: Any, y: Any, weight: Any
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss and its parts, with what their means are taken over."""
-        self.count = None
-        if self.loss.has_several:
-            terms = self.loss.terms(prediction, y, weight, is_part=self.is_part)
-            if any(term.count is not None for term in terms):
-                for term in terms:
-                    term.count = number_of(term.count)
-                self.terms = terms
-                return total_of(terms), {}
-            self.terms = None
-            return total_of(terms), {term.name: term.value.detach() for term in terms}
-        own, ranks = self.loss.own, self._ranks
-        if own is not None and ranks is not None and not own.is_decided:
-            own.count(prediction, y)
-            own.agree(ranks)
-        loss, count = self.loss.counted(prediction, y, weight, is_part=self.is_part)
-        self.count = number_of(count)
-        return loss, {}
+    def _check_sequences(self, sequences: SequenceParts, x: Any, y: Any) -> None:
+        """Refuse a net or a loss that can't be computed from parts of sequences."""
 
-    def _ask_net(self, prediction: Any, x: Any, y: Any) -> None:
+        def outputs(forward: Callable[..., Any], x: Any) -> Any:
+            return self.caller(self.in_precision(forward), x)
+
+        loss = self.loss
+        if loss is None:
+            sequences.check(outputs, x)
+            return
+        if loss.own is not None:
+            raise ConfigurationError(
+                "A net that computes its own loss sees only a part of each sequence under "
+                "context_parallel. Give compile a loss, and fit (x, y) with the label of each "
+                "token in its place."
+            )
+        whole, y, part, y_part = sequences.check(outputs, x, y)
+        if not loss.has_user_code:
+            return
+        with torch.no_grad():
+            fresh = loss.begin()
+            (term, *_) = fresh.terms(part, y_part, None, is_part=True)
+            sequences.check_loss(
+                fresh(whole, y)[0], term.scale * sequences.mean(term.value, term.count)[0]
+            )
+
+    def _ask_net(self, loss: CompiledLoss, outputs: Any, x: Any, y: Any, is_part: bool) -> None:
         """Find out what a net's own loss is the mean over, by asking it in other ways."""
-        own = self.loss.own
+        own = loss.own
         if own is None or own.is_decided or not isinstance(x, Mapping):
             return
         net = self.wrapped.module
 
         def computed(inputs: Any) -> Any:
-            with modes_restored(net), torch.no_grad(), self._autocast(self._kind):
+            with modes_restored(net), torch.no_grad():
                 net.eval()
-                return self._widen(self.caller(net, inputs))
+                return self.caller(self.in_precision(net), inputs)
 
         if takes_items_in_batch(net, self.caller, x):
             ask_for_sum(own, computed, x, y)
         # A net that ranks hold in parts must be called equally often on all of them.
         if not (own.is_decided or self._waits_for_ranks):
-            ask_for_rows(own, computed, prediction, x, y, is_part=self.is_part)
+            ask_for_rows(own, computed, outputs, x, y, is_part=is_part)
 
-    def counts_of(self, batch: Any) -> list[float]:
+    def counts_of(self, batch: Batch) -> list[float]:
         """What each output's mean will be taken over, for a batch that isn't computed yet."""
-        rank_batch = batch if type(batch) is RankBatch else None
-        x, y, _ = self._unpack(batch if rank_batch is None else rank_batch.batch)
-        samples = samples_in(x, y) if rank_batch is None else rank_batch.samples
-        counts = self.loss.counts(trees.map_leaves(torch.as_tensor, y))
+        assert self.loss is not None
+        _, y, _ = self._unpack(batch.data)
+        samples, counts = batch.samples, self.loss.counts(trees.map_leaves(torch.as_tensor, y))
         return [float(samples if c is None or not samples else c) for c in counts]
 
     def explain(self, error: Exception, x: Any, y: Any) -> None:
@@ -399,27 +428,8 @@ class CompiledStep:
                 f"A batch of {self.name} has only inputs ({shape_words(x, 'x')}), but the first "
                 "batch had targets too. Give (x, y) in each batch."
             ) from error
-        needs = self.loss.own is None
+        needs = self.loss is not None and self.loss.own is None
         raise_explained(error, self.wrapped.module, x, y, self.name, needs_target=needs)
-
-    def _check(self, prediction: Any, x: Any, y: Any) -> None:
-        """Check the first batch for everything that shows before an update."""
-        self.mover.transfer.note_writes()
-        with torch.no_grad():
-            self.loss.check(prediction, y)
-            for targets in self.all_targets:
-                self.loss.check_labels(targets)
-            if self.meters is not None:
-                hint = functools.partial(self.loss.hint, net=self.wrapped.module)
-                self.meters.start(prediction, y, hint, self.loss.trained)
-        self.checked = True
-        self._had_target = y is not None
-
-
-def _outputs_of(step: CompiledStep | PredictStep, forward: Callable[..., Any], x: Any) -> Any:
-    """Call the net on inputs in a given way, in the step's precision."""
-    with step._autocast(step._kind):
-        return step._widen(step.caller(forward, x))
 
 
 def number_of(count: Count) -> Count:
@@ -473,6 +483,26 @@ def unpacker_of(model: Module, name: str | None = None) -> Callable[[Any], tuple
     return taken_apart
 
 
+def counter_of(model: Module) -> Callable[[Any], int]:
+    """What counts the samples of a model's batches. Entries that disagree are said once."""
+    compilation, doubts = model._fitkit.compilation, model._fitkit.doubts
+    speaks = compilation.strategy.collectives.rank == 0
+    unpack = None if compilation.given.target is None else unpacker_of(model)
+
+    def samples_of(batch: Any) -> int:
+        if (rows := plain_rows(batch)) is not None:
+            return rows
+        if unpack is not None and isinstance(batch, Mapping) and said_by(batch) is None:
+            found = counted_in(*unpack(batch)[:2])
+        else:
+            found = counted(batch)
+        if found.doubt is not None:
+            doubts.note(found.doubt, speaks=speaks)
+        return found.samples
+
+    return samples_of
+
+
 def check_inputs(x: Any, weight: Any, name: str) -> None:
     """Refuse a batch without a tensor of inputs, or with invalid weights.
 
@@ -498,58 +528,6 @@ def check_inputs(x: Any, weight: Any, name: str) -> None:
         weight,
         "A batch's third entry is the sample weights (several targets are (x, (y, y2))); it",
     )
-
-
-class PredictStep:
-    """Computes the net's outputs for batches.
-
-    Args:
-        model, wrapped: as in `CompiledStep`.
-    """
-
-    def __init__(self, model: Module, wrapped: WrappedModel) -> None:
-        strategy: Strategy = model._fitkit.compilation.strategy
-        self.wrapped = wrapped
-        self.forward: Callable[..., Any] = forward_of(wrapped)
-        self.caller: Caller = caller_of(model)
-        self.mover: Mover = mover_of(model)
-        self._unpack = unpacker_of(model)
-        self._autocast, self._widen = strategy.precision.autocast, strategy.precision.widen
-        self._kind = strategy.device.type
-        self.checked: bool = False
-        self._sequences = wrapped if isinstance(wrapped, SequenceParts) else None
-
-    def __call__(self, batch: Any, index: int = 0) -> Any:
-        """The net's outputs for the batch's inputs. Targets and weights are ignored."""
-        x, _, _ = self.moved_parts(batch)
-        if not self.checked:
-            check_inputs(x, None, "x")
-        sequences = self._sequences
-        if sequences is not None:
-            if not self.checked:
-                sequences.check(partial(_outputs_of, self), x)
-            x, _, _ = sequences.divide(x)
-        try:
-            with self._autocast(self._kind):
-                outputs = self._widen(self.caller(self.forward, x))
-            if sequences is not None:
-                outputs = sequences.join(outputs)
-        except Exception as error:
-            raise_explained(error, self.wrapped.module, x, None)
-            raise
-        if not self.checked:
-            self.mover.transfer.note_writes()
-            self.mover.transfer.undo_writes()
-            self.checked = True
-        return outputs
-
-    def moved_parts(self, batch: Any) -> tuple[Any, Any, Any]:
-        """The batch's inputs on the device, without the ignored rest."""
-        return self._unpack(self.mover(batch))[0], None, None
-
-    def inside(self, model: Callable[..., Any], batch: Any) -> Any:
-        """The outputs of a batch that is on the device, inside a `predict_step`."""
-        return self._widen(self.caller(model, self._unpack(batch)[0]))
 
 
 def forward_of(wrapped: WrappedModel) -> Callable[..., Any]:

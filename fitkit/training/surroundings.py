@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from fitkit.accelerators import current, empty_cache
 from fitkit.buffers import places_of
 from fitkit.compilation import MEMORY_FORMATS
-from fitkit.data.batches import Source
+from fitkit.data.batches import CountedSource, Source
 from fitkit.data.sharding import sharded
 from fitkit.errors import OutOfMemoryError, is_out_of_memory
 from fitkit.hooks import evaluation_stage
@@ -29,6 +29,7 @@ from fitkit.module import Module, is_metric
 from fitkit.training.explain import explanation
 from fitkit.training.jit.net import compile_on_this_rank
 from fitkit.training.own_step import StepContext, running
+from fitkit.training.step import counter_of
 
 
 @contextlib.contextmanager
@@ -362,20 +363,27 @@ def match_strides(optimizers: Iterable[Optimizer]) -> None:
 
 
 def rank_source(
-    model: Module, source: Source, *, training: bool, steps: int | None = None
+    model: Module,
+    source: Source,
+    *,
+    training: bool,
+    steps: int | None = None,
+    samples_of: Callable[[Any], int] | None = None,
 ) -> Source:
-    """Return this rank's shard of a source, or the source itself if no other rank reads it.
+    """Return this rank's share of a source: all of it if no other rank reads it.
 
     Args:
         steps: how many batches of a pass are read at most, if that is known.
+        samples_of: counts a batch's samples; None for `counter_of(model)`.
 
     Ranks:
         Collective.
     """
     compilation = model._fitkit.compilation
     ranks = compilation.strategy.data_ranks
+    samples_of = samples_of or counter_of(model)
     if ranks.world_size == 1:
-        return source
+        return CountedSource(source, samples_of)
     return sharded(
         source,
         ranks,
@@ -383,4 +391,5 @@ def rank_source(
         replace_sampler=compilation.given.replace_sampler,
         scatter=compilation.strategy.reads_on_rank_zero,
         steps=steps,
+        samples_of=samples_of,
     )

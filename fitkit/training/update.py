@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import zip_longest
@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 from fitkit import trees
 from fitkit.accelerators import widest_dtype
 from fitkit.checkpoint import check_fused_state
-from fitkit.data.batches import NoRows
+from fitkit.data.batches import Batch, NoRows
 from fitkit.distributed.precision import CLOSURE, Scaling, match_state
 from fitkit.distributed.strategies import Engine, Strategy
 from fitkit.errors import ConfigurationError, warn
 from fitkit.fit_state import FitState
 from fitkit.hooks import overridden, step_arguments
-from fitkit.losses import Term
+from fitkit.losses import Count, Term
 from fitkit.module import Module
 from fitkit.optimizers import (
     OptimizerList,
@@ -49,6 +49,7 @@ from fitkit.training.manual import (
 from fitkit.training.own_step import Step, StepContext
 from fitkit.training.rates import Rates
 from fitkit.training.second_order import backward_with_graph, explained_step, needs_graph
+from fitkit.training.step import Outcome
 from fitkit.training.surroundings import match_strides
 
 TINY = torch.finfo(torch.float64).tiny
@@ -98,7 +99,7 @@ def updates_for(
     if not model.automatic_optimization:
         check_manual(model)
         parameters = model._fitkit.compilation.trainable(model)
-        context.backward = partial(manual_backward, model, step, parameters)
+        context.backward = partial(manual_backward, model, context, parameters)
         return Manual(model, step)
     takes_turns = "optimizer_idx" in step_arguments(model, "training_step")
     if several and overridden(model, "training_step") and not takes_turns:
@@ -132,6 +133,11 @@ def _is_named(model: Module) -> bool:
     return model._fitkit.compilation.optimizer.is_name and not model._configures_optimizers
 
 
+def count_in(batch: Batch, count: Count) -> float | torch.Tensor:
+    """What a loss counts for: what it is the mean over, and nothing in a batch that only fills."""
+    return batch.samples if count is None or not batch.samples else count
+
+
 class Upcoming:
     """An iterator over batches that can also look ahead at the next ones."""
 
@@ -149,9 +155,10 @@ class Upcoming:
         """Return the next `count` batches that have rows, or fewer if fewer are left."""
         found = [batch for batch in self._seen if batch is not NoRows]
         while len(found) < count and (batch := next(self._batches, None)) is not None:
-            batch = trees.kept(batch)
+            if batch is not NoRows:
+                batch = Batch(trees.kept(batch.data), batch.samples, batch.total)
+                found.append(batch)
             self._seen.append(batch)
-            found += [] if batch is NoRows else [batch]
         return found[:count]
 
 
@@ -323,7 +330,9 @@ class Update:
         """Look ahead at the same batches as another optimizer's updates."""
         self._upcoming = other._upcoming
 
-    def __call__(self, batch: Any, index: int, *, compiles: bool = True, **optimizer: Any) -> None:
+    def __call__(
+        self, batch: Batch, index: int, *, compiles: bool = True, **optimizer: Any
+    ) -> Outcome | None:
         """Learn from a batch: compute its loss, and make the update if the group is complete.
 
         Args:
@@ -331,6 +340,9 @@ class Update:
             index: its number in the epoch.
             compiles: whether the compiled functions may be used; False if they were tried already.
             optimizer: `optimizer_idx`, if several optimizers take turns.
+
+        Returns:
+            What the step found; None if compiled functions computed it.
         """
         step = self._step
         if self._batches == 0:
@@ -342,46 +354,37 @@ class Update:
                 self._carrier.grad = None
             if self._buffers and compiles:
                 self._strategy.collectives.broadcast_tensors(self._buffers)
-        # Whether a batch is only a part of an update's samples.
-        step.is_part = self._ranks > 1 or self._accumulate > 1
         jit = self._jit if compiles else None
         if jit is not None and jit.stopped is None:
             if self._learn_jit(jit, batch, index):
-                return
+                return None
             # If the batch itself is wrong, the error is the same as without compiling.
             with as_written(cast(Module, step.wrapped.module)):
-                self(batch, index, compiles=False)
-            if jit.waits:
-                jit.look_back()
-            return
-        if self._accumulate > 1:
-            with self._around_step():
-                self._learn(step(batch, index, **optimizer))
-        elif self._takes_closure:
-            loss = step(batch, index, **optimizer)
-            if loss is None:
-                self._learn(None)
+                outcome = self(batch, index, compiles=False)
+            if jit.waits and outcome is not None:
+                jit.look_back(outcome)
+            return outcome
+        # Whether a batch is only a part of an update's samples.
+        is_part = self._ranks > 1 or self._accumulate > 1
+        with self._around_step() if self._accumulate > 1 else contextlib.nullcontext():
+            outcome = step(batch, index, is_part=is_part, **optimizer)
+            step.record(batch, outcome)
+            outcome.outputs = None  # nothing more reads them, and they may be large
+            if self._takes_closure and outcome.loss is not None:
+                again = partial(step.again, batch, index, is_part=is_part, **optimizer)
+                self._step_with_closure(batch, outcome, again)
             else:
-                self._step_with_closure(loss, partial(step.again, batch, index, **optimizer))
-        else:
-            self._learn(step(batch, index, **optimizer))
-
-    def learn_alone(self, loss: torch.Tensor) -> None:
-        """Make an update from a batch's loss that was computed without the step.
-
-        The batch is the whole update, in a single process. The parameters have no gradients.
-        """
-        self.backward(loss)
-        self._update()
+                self._learn(batch, outcome)
+        return outcome
 
     def _learn_jit(self, jit: JitUpdate, batch: Any, index: int) -> bool:
         """Learn from a batch by the compiled functions; return whether that could be done."""
         if not jit(batch, index):
             return False
-        if jit.loss is not None:
+        if jit.outcome is not None:
             before, self.backward = self.backward, jit.backward
             try:
-                self._learn(jit.loss)
+                self._learn(batch, jit.outcome)
             finally:
                 self.backward = before
         return True
@@ -394,12 +397,12 @@ class Update:
         self._exchanged = not self._exchanges
         return contextlib.nullcontext()
 
-    def _learn(self, loss: torch.Tensor | None) -> None:
-        """Learn from the step's loss, which is a mean over this rank's batch.
+    def _learn(self, batch: Batch, outcome: Outcome) -> None:
+        """Learn from a batch's loss, which is a mean over this rank's batch.
 
         Each sample weighs the same on every rank. A batch of 0 samples has no weight.
         """
-        step = self._step
+        loss, samples, total = outcome.loss, batch.samples, batch.total
         if loss is None:
             if not self._is_alone:
                 raise ConfigurationError(
@@ -407,12 +410,11 @@ class Update:
                     "step together. Return a loss of 0 * (the sum of the net's outputs) instead."
                 )
             return
-        samples, total = step.samples, step.total
-        if step.terms is not None:
-            self._learn_terms(loss, step.terms, samples, total)
+        if outcome.counts_apart:
+            self._learn_terms(loss, outcome.terms, samples)
             return
-        if step.count is not None or self._carrier is not None:
-            self._learn_counted(loss, samples if step.count is None else step.count, total)
+        if outcome.count is not None or self._carrier is not None:
+            self._learn_counted(loss, count_in(batch, outcome.count), total)
             return
         if self._accumulate == 1:
             weight = samples * self._ranks
@@ -461,7 +463,7 @@ class Update:
         (whole,) = self._strategy.data_ranks.sums([float(count)])
         return 2.0 ** round(math.log2(whole / total)) if whole > 0 and total else 1.0
 
-    def _learn_terms(self, loss: torch.Tensor, terms: list[Term], samples: int, total: int) -> None:
+    def _learn_terms(self, loss: torch.Tensor, terms: Sequence[Term], samples: int) -> None:
         """Learn from the losses of several outputs, which are means over different counts.
 
         No single factor can correct them afterwards, so the group's counts are computed first.
@@ -546,17 +548,19 @@ class Update:
         rounded = whole.round()
         return torch.where((whole - rounded).abs() < 1e-6 * rounded, rounded, whole)
 
-    def _step_with_closure(self, loss: torch.Tensor, again: Callable[[], torch.Tensor]) -> None:
+    def _step_with_closure(
+        self, batch: Batch, outcome: Outcome, again: Callable[[], torch.Tensor]
+    ) -> None:
         """Make an update by an optimizer that evaluates the loss itself, any number of times.
 
         Args:
-            loss: the loss of the first evaluation.
+            outcome: of the first evaluation.
             again: computes the loss again, at changed weights.
         """
-        step = self._step
-        mine, whole = float(step.samples), float(max(step.total, 1))
-        if step.count is not None and self._ranks > 1:
-            mine = float(step.count)
+        loss, mine, whole = outcome.loss, float(batch.samples), float(max(batch.total, 1))
+        assert loss is not None
+        if outcome.count is not None and self._ranks > 1:
+            mine = float(count_in(batch, outcome.count))
             whole = max(*self._strategy.data_ranks.sums([mine]), TINY)
         waiting, weight = [loss], mine * self._ranks / whole
 
@@ -657,7 +661,7 @@ class ByTurns:
         turns = state.frequencies or []
         self._turns = [number for number, count in enumerate(turns) for _ in range(count)]
 
-    def __call__(self, batch: Any, index: int) -> None:
+    def __call__(self, batch: Batch, index: int) -> None:
         numbers = range(len(self.updates))
         if self._turns:
             turn = self._turns[index % len(self._turns)]

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from fitkit import trees
+from fitkit.data.batches import Batch
 from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.errors import ConfigurationError
 from fitkit.module import Module
-from fitkit.training.step import CompiledStep, PredictStep, forward_of
-from fitkit.typing import Batch
 
 NO_GRAPH = re.compile(r"does not require grad")
 """What torch says where a gradient is asked for and there is no graph."""
@@ -63,23 +62,15 @@ def first_step(
                 "`with torch.enable_grad():` around that part of forward."
             ) from error
         wrapped.wrapper = WithGradients(wrapped.call)
-        _enter_again(step)
+        step.enter_again()
         try:
             found = make(batch, index)
         except RuntimeError:
             wrapped.wrapper = None
-            _enter_again(step)
+            step.enter_again()
             raise error from None
     model._fitkit.needs_gradients = True
     return found
-
-
-def _enter_again(step: Any) -> None:
-    """Have a step call its model as it is wrapped now."""
-    if isinstance(step, (CompiledStep, PredictStep)):
-        step.forward = forward_of(step.wrapped)
-    else:
-        step.enter_again()
 
 
 class WithGradients:

@@ -10,9 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fitkit import trees
+from fitkit.data.batches import Batch
 from fitkit.errors import warn
 from fitkit.module import Module
-from fitkit.training.jit.graph_calls import Batch
+from fitkit.training.jit.graph_calls import Parts
 from fitkit.training.jit.net import as_written, compute_as_written
 from fitkit.training.jit.programs import (
     FEWEST_TOGETHER,
@@ -24,7 +25,7 @@ from fitkit.training.jit.programs import (
 from fitkit.training.jit.proof import MisfitError
 from fitkit.training.jit.traced import TracedStep
 from fitkit.training.jit.tracing import UncompiledError
-from fitkit.training.step import CompiledStep, PredictStep
+from fitkit.training.step import CompiledStep, Outcome
 
 FEWEST_FUSED = 24
 """The fewest fusible operations for which a net is compiled with one batch a call.
@@ -54,8 +55,8 @@ This bounds the compilation's time (a net 32-64-10 with 16 batches: some 10 s).
 MOST_TOGETHER = 16
 """The most batches in one call; with so many, the call itself adds a twentieth to their time."""
 
-HELD = object()
-"""A step returns this in place of outputs that are taken elsewhere, or that come later."""
+Take = Callable[[Any, Outcome], None]
+"""What receives a batch with its outcome."""
 
 
 class JitPass:
@@ -72,32 +73,31 @@ class JitPass:
     Args:
         model: the model to evaluate.
         step: computes a batch without compiling.
-        take: receives the outputs of `predict`, in the batches' order.
+        take: receives the batches with their outcomes, in their order.
         is_announced: whether to print that something is being compiled.
     """
 
     def __init__(
-        self, model: Module, step: CompiledStep | PredictStep, take: Any, *, is_announced: bool
+        self, model: Module, step: CompiledStep, take: Take, *, is_announced: bool
     ) -> None:
         compilation = model._fitkit.compilation
         self._model, self._step, self._traced = model, step, TracedStep(model, step)
         self._take = take
-        self._predicts = isinstance(step, PredictStep)
+        self._predicts = step.loss is None
         self._programs = programs_of(model, "prediction" if self._predicts else "evaluation")
         self._programs.is_announced = is_announced
         self._most = compilation.given.steps_per_execution
         self._together = 1
         self._function: Callable[..., Any] = self._computed
-        self._plain: Callable[..., Any] = step
         self._joins = self._keeps = self._leaves = False
         self._may_repeat = False  # whether torch may skip its checks, see `Programs.run`
         self._shapes: Any = None
         self._others = 0
-        self._held: list[Any] = []
-        self._parts: list[Batch] = []
+        self._held: list[Batch] = []
+        self._parts: list[Parts] = []
         self.stopped: bool = False
 
-    def first(self, batch: Any, index: int) -> Any:
+    def first(self, batch: Batch, index: int) -> Outcome:
         """Make a pass's first step without compiling; it checks everything."""
         step, forward, seen = self._step, self._step.forward, _Operations()
 
@@ -122,9 +122,8 @@ class JitPass:
         Args:
             keeps: whether the batches are rows of arrays, and no other code runs between them.
         """
-        step = self._step
         self._may_repeat = keeps
-        if isinstance(step, CompiledStep):
+        if not self._predicts:
             self._traced.look_at_metrics()
             self._may_repeat = keeps and self._traced.may_join
         operations, fused = self._programs.operations or (1, 0)
@@ -135,20 +134,17 @@ class JitPass:
         self._together = 1
         return fused >= FEWEST_FUSED or (self._may_repeat and operations >= FEWEST_OPERATIONS)
 
-    def after_first(
-        self, first: Any, plain: Callable[..., Any], *, keeps: bool
-    ) -> Callable[..., Any]:
+    def after_first(self, first: Batch, *, keeps: bool) -> Callable[[Batch, int], Outcome | None]:
         """Return the function that makes the steps from the second on.
 
         Args:
             first: the first batch.
-            plain: makes a step without compiling.
             keeps: whether the batches' memory stays unchanged until the pass ends.
         """
-        self._plain, self._keeps = plain, keeps
+        self._keeps = keeps
         self._programs.check()
         step = self._step
-        if isinstance(step, PredictStep):
+        if self._predicts:
             self._function = self._predicted
         else:
             meters = step.meters
@@ -156,15 +152,21 @@ class JitPass:
                 self._joins = True
             self._function = self._measured if self._joins else self._computed
         # If the first batch is a pair of tensors that needs no move, then all others are too.
-        self._leaves = keeps and self._traced.leaves(first)
-        self._shapes = shapes_of((*first, None) if self._leaves else step.moved_parts(first))
+        self._leaves = keeps and self._traced.leaves(first.data)
+        parts = (*first.data, None) if self._leaves else step.moved_parts(first.data)
+        self._shapes = shapes_of(parts)
         return self
 
-    def __call__(self, batch: Any, index: int = 0) -> Any:
-        """Compute a batch, or hold it until there are enough batches for one call."""
+    def __call__(self, batch: Batch, index: int = 0) -> Outcome | None:
+        """Compute a batch, or hold it until there are enough batches for one call.
+
+        Returns:
+            Its outcome; None if it was taken already, or comes later.
+        """
         if self.stopped:
-            return self._plain(batch, index)
-        parts = (*batch, None) if self._leaves else self._step.moved_parts(batch)
+            return self._step(batch, index)
+        data = batch.data
+        parts = (*data, None) if self._leaves else self._step.moved_parts(data)
         if shapes_of(parts) != self._shapes:
             self.flush()
             self._others += 1
@@ -172,15 +174,16 @@ class JitPass:
                 self._run_plainly(batch)
             else:
                 self._run([batch], [parts], None)
-            return HELD
+            return None
         if self._together > 1 and not self._keeps:  # a generator may reuse its arrays
-            parts = batch = trees.map_leaves(copied, parts)
+            parts = trees.map_leaves(copied, parts)
+            batch = Batch(parts, batch.samples, batch.total)
         self._held.append(batch)
         self._parts.append(parts)
         if len(self._held) == self._together:
             held, ready, self._held, self._parts = self._held, self._parts, [], []
             self._run(held, ready, self._shapes)
-        return HELD
+        return None
 
     def flush(self) -> None:
         """Compute the waiting batches. Code of the user's may run after that."""
@@ -189,7 +192,7 @@ class JitPass:
         for batch in held:
             self._run_plainly(batch)
 
-    def _run(self, held: list[Any], batches: list[Batch], shapes: Any) -> None:
+    def _run(self, held: list[Batch], batches: list[Parts], shapes: Any) -> None:
         """Compute some batches in one call.
 
         Args:
@@ -215,22 +218,20 @@ class JitPass:
                 return
             warn(f"jit_compile compiles the net alone in {self._programs.what}: {error}")
             return
-        if isinstance(step, PredictStep):
-            for outputs in found if traced.device == "cpu" else trees.map_leaves(copied, found):
-                self._take(outputs)
+        if self._predicts:
+            found = found if traced.device == "cpu" else trees.map_leaves(copied, found)
+            for batch, outputs in zip(held, found, strict=True):
+                self._take(batch, Outcome(None, outputs=outputs))
         elif self._joins:
             assert step.meters is not None
-            step.samples = step.total = batches[-1][1].shape[0]
             for prediction, target in found:
                 step.meters.update(prediction, target)
         else:
-            traced.note_together(found, batches)
+            traced.note_together(held, found, batches)
 
-    def _run_plainly(self, batch: Any) -> None:
+    def _run_plainly(self, batch: Batch) -> None:
         with contextlib.nullcontext() if self.stopped else as_written(self._model):
-            outputs = self._plain(batch, 0)
-        if self._predicts:
-            self._take(outputs)
+            self._take(batch, self._step(batch, 0))
 
     def _predicted(self, entered: Any) -> Any:
         """Compute the batches' outputs; traced."""
@@ -267,9 +268,7 @@ class _Operations(TorchDispatchMode):
         return found
 
 
-def jit_pass(
-    model: Module, step: Any, take: Callable[[Any], None] | None, *, is_announced: bool
-) -> JitPass | None:
+def jit_pass(model: Module, step: Any, take: Take, *, is_announced: bool) -> JitPass | None:
     """Return a `JitPass` for a pass's batches, if `compile` asks for compiled functions.
 
     Returns None if the model has its own step, or moves batches itself. Returns None also if
@@ -278,7 +277,7 @@ def jit_pass(
     compilation = model._fitkit.compilation
     if not compiles_steps(compilation.given.jit_compile) or model._fitkit.uncompiled is not None:
         return None
-    if not isinstance(step, (CompiledStep, PredictStep)) or not step.wrapped.is_bare:
+    if not isinstance(step, CompiledStep) or not step.wrapped.is_bare:
         return None
     if compilation.strategy.evaluates_in_step or not step.mover.is_ours:
         return None

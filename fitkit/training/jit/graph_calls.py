@@ -16,7 +16,7 @@ import torch
 from fitkit.training.jit.loop import looped
 from fitkit.training.jit.proof import Proven, compiler, facts_of, proven_loop
 
-Batch = tuple[Any, ...]
+Parts = tuple[Any, ...]
 """A batch's inputs, targets and weights, on the device; the number of steps comes after stacks."""
 
 MOST_FAILURES = 3
@@ -53,7 +53,7 @@ class GraphCalls:
         self._ran: Callable[..., Any] | None = None  # the graph that the watched call ran
         self._given: tuple[Any, ...] = ()  # its inputs
         self._found: Sequence[Any] = ()  # its outputs
-        self._last: tuple[Sequence[Batch], Any] | None = None  # the watched call's, and its result
+        self._last: tuple[Sequence[Parts], Any] | None = None  # the watched call's, and its result
         self._graph: Callable[..., Any] | None = None  # the one before that
         self._seen: list[Any] = []  # its inputs without the batches, which are None
         self._places: list[tuple[int, int]] = []  # the batches' tensors among the inputs
@@ -86,7 +86,7 @@ class GraphCalls:
 
         return graph
 
-    def watched(self, program: Callable[[], Any], batches: Sequence[Batch]) -> Any:
+    def watched(self, program: Callable[[], Any], batches: Sequence[Parts]) -> Any:
         """Call the compiled function, and note how it calls its graph.
 
         Args:
@@ -105,7 +105,7 @@ class GraphCalls:
         """Check everything at the next call, because other code may run before it."""
         self._is_known, self._last, self._given, self._found = False, None, (), ()
 
-    def repeat(self, batches: Sequence[Batch]) -> Any:
+    def repeat(self, batches: Sequence[Parts]) -> Any:
         """Return the function's result for other batches of the same shapes, by the graph alone.
 
         Returns:
@@ -125,7 +125,7 @@ class GraphCalls:
             found = (*self._graph(*given), *parts)
         return _filled(self._result, found)
 
-    def _learn(self, batches: Sequence[Batch], result: Any) -> bool:
+    def _learn(self, batches: Sequence[Parts], result: Any) -> bool:
         """Learn from the watched call how to repeat it; return whether that can be done."""
         parts, seen, given = _parts(batches), self._seen, self._given
         self._graph = self._ran
@@ -152,7 +152,7 @@ class GraphCalls:
         )
 
 
-def _parts(batches: Sequence[Batch]) -> list[Any]:
+def _parts(batches: Sequence[Parts]) -> list[Any]:
     return [part for batch in batches for part in batch if part is not None]
 
 

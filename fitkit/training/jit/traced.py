@@ -5,24 +5,22 @@ The traced step records nothing. Its losses and metrics are recorded after the c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from fitkit import trees
-from fitkit.data.sharding import RankBatch
-from fitkit.distributed.strategies import Strategy
-from fitkit.losses import Term
-from fitkit.losses.compiled import total_of
+from fitkit.data.batches import Batch
+from fitkit.losses import Term, checked_count
 from fitkit.module import Module
 from fitkit.samples import samples_in
-from fitkit.training.jit.graph_calls import Batch
+from fitkit.training.jit.graph_calls import Parts
 from fitkit.training.jit.programs import copied
 from fitkit.training.jit.tracing import UncompiledError
-from fitkit.training.own_step import OwnStep, loss_in
-from fitkit.training.step import CompiledStep, PredictStep, is_plain_wrapper, number_of
+from fitkit.training.own_step import OwnStep, loss_in, said_count
+from fitkit.training.step import CompiledStep, Outcome, is_plain_wrapper, number_of
 
 
 class TracedStep:
@@ -36,16 +34,12 @@ class TracedStep:
         may_join: whether the metrics may take several batches as one.
     """
 
-    def __init__(self, model: Module, step: CompiledStep | PredictStep) -> None:
-        strategy: Strategy = model._fitkit.compilation.strategy
+    def __init__(self, model: Module, step: CompiledStep) -> None:
         self._model, self._is_plain_wrapper = model, is_plain_wrapper(model)
-        self.device: str = strategy.device.type
+        self.device: str = model._fitkit.compilation.strategy.device.type
         self._step, self._caller = step, step.caller
-        self._precision, self._is_plain = strategy.precision, strategy.precision.is_plain
-        if isinstance(step, CompiledStep):
-            self._loss, self._counts = step.loss, step.may_count
-            self._keeps_prediction = step.meters is not None
-            self.may_join: bool = False
+        self._counts, self._keeps_prediction = step.may_count, step.meters is not None
+        self.may_join: bool = False
 
     @property
     def net(self) -> Any:
@@ -55,7 +49,7 @@ class TracedStep:
         is_hooked = any((*hooks, model._backward_pre_hooks, model._backward_hooks))
         return model.net if self._is_plain_wrapper and not is_hooked else model
 
-    def moved(self, batch: Any, index: int) -> Batch:
+    def moved(self, batch: Any, index: int) -> Parts:
         """Move a batch's inputs, targets and weights to the device."""
         return self._step.moved_parts(batch)
 
@@ -66,13 +60,11 @@ class TracedStep:
             return False
         return all(isinstance(part, torch.Tensor) for part in batch) and step.mover.leaves(batch)
 
-    def as_written(self, batch: Batch) -> torch.Tensor:
-        """Compute a batch's loss without compiling; the first batch is checked."""
-        assert isinstance(self._step, CompiledStep)
-        loss: torch.Tensor = self._step.compute(self.net, *batch)[1]
-        return loss
+    def as_written(self, batch: Parts) -> Outcome:
+        """Compute a batch's outcome without compiling; the first batch is checked."""
+        return self._step.compute(self._step.in_precision(self.net), *batch)
 
-    def entered(self, batch: Batch) -> tuple[Any, ...]:
+    def entered(self, batch: Parts) -> tuple[Any, ...]:
         """Return the arguments of `predicted` and `computed` for a batch: the net's come first."""
         x, y, weight = batch
         if isinstance(x, torch.Tensor):
@@ -81,11 +73,7 @@ class TracedStep:
 
     def predicted(self, given: Any, named: Any) -> Any:
         """Compute the net's output; traced."""
-        if self._is_plain:
-            return self.net(*given, **named)
-        with self._precision.autocast(self.device):
-            prediction = self.net(*given, **named)
-        return self._precision.widen(prediction)
+        return self._step.in_precision(self.net)(*given, **named)
 
     def computed(
         self, given: Any, named: Any, y: Any, weight: Any, *, is_part: bool = False
@@ -95,61 +83,35 @@ class TracedStep:
         Args:
             is_part: whether the batch is only a part of an update's samples.
         """
+        assert self._step.loss is not None
         prediction = self.predicted(given, named)
-        loss, parts, counted = self._losses(prediction, y, weight, is_part)
+        loss, count, terms = self._step.loss.computed(
+            prediction, y, weight, counts=self._counts, is_part=is_part
+        )
         kept = trees.map_leaves(_detached, prediction) if self._keeps_prediction else None
-        return loss, (kept, parts, counted)
+        parts = [(term.name, term.scale, term.value.detach(), term.count) for term in terms]
+        return loss, (kept, count, parts)
 
-    def _losses(self, prediction: Any, y: Any, weight: Any, is_part: bool) -> Any:
-        if not self._counts:
-            return *self._loss(prediction, y, weight), None
-        if not self._loss.part_names:
-            loss, count = self._loss.counted(prediction, y, weight, is_part=is_part)
-            return loss, {}, count
-        terms = self._loss.terms(prediction, y, weight, is_part=is_part)
-        found = [(term.name, term.scale, term.value.detach(), term.count) for term in terms]
-        if all(term.count is None for term in terms):
-            return total_of(terms), {name: value for name, _, value, _ in found}, None
-        return total_of(terms), {}, found
+    def outcome(self, loss: torch.Tensor, kept: Any, parts: Parts) -> Outcome:
+        """Return the outcome of a batch, from what `computed` returned."""
+        (prediction, count, terms), (_, y, weight) = kept, parts
+        found = [Term(name, scale, value, number_of(c)) for name, scale, value, c in terms]
+        return Outcome(loss, number_of(count), found, prediction, y, weight)
 
-    def note(
-        self, loss: torch.Tensor, kept: Any, batch: Batch, rank_batch: RankBatch | None = None
-    ) -> None:
-        """Add a traced step's results to the pass's values.
-
-        Args:
-            rank_batch: this rank's part of the step, with its sample counts; None on one rank.
-        """
+    def note(self, batch: Batch, loss: torch.Tensor, kept: Any, parts: Parts) -> Outcome:
+        """Add a traced step's results to the pass's values, and return them."""
         if self.device != "cpu":  # a CUDA graph's next replay writes its results in the same place
             loss, kept = trees.map_leaves(copied, (loss, kept))
-        prediction, parts, counted = kept
-        self._step_counted(counted).note(prediction, loss, parts, batch, rank_batch)
+        outcome = self.outcome(loss, kept, parts)
+        self._step.record(batch, outcome)
+        return outcome
 
-    def note_inside(self, kept: Any, batch: Batch) -> None:
-        """Add a traced `super().training_step`'s results to the metrics, but not its loss.
-
-        Args:
-            kept: the second value that `computed` returned.
-        """
-        (prediction, parts, counted), (x, y, weight) = kept, batch
-        step = self._step_counted(counted)
+    def note_inside(self, loss: torch.Tensor, kept: Any, parts: Parts) -> Outcome:
+        """Add a traced `super().training_step`'s results to the metrics, but not its loss."""
+        outcome, (x, y, _) = self.outcome(loss, kept, parts), parts
         with torch.no_grad():
-            if parts:
-                step.logbook.add_parts(parts, samples_in(x, y))
-            weight = step.loss.weigh(y, weight)
-            if step.meters is not None:
-                step.meters.update(prediction, y, weight)
-
-    def _step_counted(self, counted: Any) -> CompiledStep:
-        """Return the step, with `count` or `terms` set to what the last loss is the mean over."""
-        step = self._step
-        assert isinstance(step, CompiledStep)
-        step.count = step.terms = None
-        if isinstance(counted, list):
-            step.terms = [Term(name, s, value, number_of(c)) for name, s, value, c in counted]
-        elif counted is not None:
-            step.count = number_of(counted)
-        return step
+            self._step.measure(outcome, samples_in(x, y))
+        return outcome
 
     def running(self) -> AbstractContextManager[None]:
         """Surround a traced call."""
@@ -157,7 +119,6 @@ class TracedStep:
 
     def look_at_metrics(self) -> None:
         """Decide whether the metrics may take several batches as one; call this once they exist."""
-        assert isinstance(self._step, CompiledStep)
         meters = self._step.meters
         self.may_join = meters is None or not meters.has_user_code
 
@@ -173,8 +134,8 @@ class TracedStep:
             itself where the results can't be joined.
         """
         _, _, y, weight = entered[0]
-        prediction, parts, counted = found[0][1]
-        if not self.may_join or weight is not None or parts or counted is not None:
+        prediction, count, terms = found[0][1]
+        if not self.may_join or weight is not None or terms or count is not None:
             return found
         losses = torch.stack([loss for loss, _ in found])
         if prediction is None:
@@ -184,7 +145,7 @@ class TracedStep:
         predictions = torch.cat([kept[0] for _, kept in found])
         return losses, predictions, torch.cat([batch[2] for batch in entered])
 
-    def separated(self, losses: torch.Tensor, kept: Any, whole: Batch, steps: int) -> Any:
+    def separated(self, losses: torch.Tensor, kept: Any, whole: Parts, steps: int) -> Any:
         """Return several steps' results as `joined` does.
 
         Args:
@@ -193,8 +154,8 @@ class TracedStep:
             whole: the steps' batches, stacked.
             steps: how many there are.
         """
-        (prediction, parts, counted), (_, y, weight) = kept, whole
-        is_joined = self.may_join and weight is None and not parts and counted is None
+        (prediction, count, terms), (_, y, weight) = kept, whole
+        is_joined = self.may_join and weight is None and not terms and count is None
         if is_joined and prediction is None:
             return losses[:steps], None, None
         both = prediction, y
@@ -210,18 +171,17 @@ class TracedStep:
 
         return losses[place], trees.map_leaves(at, kept)
 
-    def note_together(self, found: Any, batches: Sequence[Batch]) -> None:
+    def note_together(self, batches: Sequence[Batch], found: Any, parts: Sequence[Parts]) -> None:
         """Add several steps' results, from `joined`, to the pass's values."""
         if isinstance(found, list):
-            for (loss, kept), batch in zip(found, batches, strict=True):
-                self.note(loss, kept, batch)
+            for batch, (loss, kept), of_batch in zip(batches, found, parts, strict=True):
+                self.note(batch, loss, kept, of_batch)
             return
         if self.device != "cpu":
             found = trees.map_leaves(copied, found)
-        step, (losses, predictions, targets) = self._step_counted(None), found
-        x, y, _ = batches[-1]
-        step.samples = step.total = samples_in(x, y)
-        step.logbook.loss.add_each(losses, step.samples)
+        step, (losses, predictions, targets) = self._step, found
+        step.logbook.samples = samples = batches[-1].samples
+        step.logbook.loss.add_each(losses, samples)
         if step.meters is not None:
             step.meters.update(predictions, targets)
 
@@ -240,18 +200,17 @@ class TracedOwnStep:
     def __init__(self, model: Module, step: OwnStep) -> None:
         self.device: str = model._fitkit.compilation.strategy.device.type
         self._model, self._step = model, step
-        assert step.context.compiled is not None
         self._inside = TracedStep(model, step.context.compiled)
         self._parts = step.context.compiled.parts
         self._logged: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
         self._last: torch.Tensor | None = None  # the last loss of super().training_step
-        self._computed: list[tuple[Any, Batch]] = []  # the results of super().training_step
+        self._computed: list[tuple[torch.Tensor, Any, Parts]] = []  # and all that it gave
         # These replace the model's methods in a traced step.
         self._stand_ins: dict[str, Any] = {
             "log": self._take_log, "_compiled_loss": self._compiled_loss
         }  # fmt: skip
 
-    def moved(self, batch: Any, index: int) -> Batch:
+    def moved(self, batch: Any, index: int) -> Parts:
         """Move a batch to the device, and return it with its number."""
         return self._step.mover.transfer(batch), None, index
 
@@ -259,7 +218,7 @@ class TracedOwnStep:
         """Return False: `moved` adds the batch's number."""
         return False
 
-    def entered(self, batch: Batch) -> tuple[Any, ...]:
+    def entered(self, batch: Parts) -> tuple[Any, ...]:
         """Return the arguments of `computed` for a batch."""
         whole, _, index = batch
         return whole, self._step.arguments(index)
@@ -275,7 +234,7 @@ class TracedOwnStep:
         loss = loss_in(outputs)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise UncompiledError(NO_LOSS)
-        count = outputs.get("count") if isinstance(outputs, Mapping) else None
+        count = said_count(outputs)
         kept = trees.map_leaves(_detached, outputs) if step.keeps else None
         is_compiled_loss, self._last = loss is self._last, None  # its graph can't leave the trace
         return loss.reshape(()), (kept, count, is_compiled_loss)
@@ -286,7 +245,7 @@ class TracedOwnStep:
     def _compiled_loss(self, batch: Any) -> torch.Tensor:
         parts = self._parts(batch)
         loss, kept = self._inside.computed(*self._inside.entered(parts))
-        self._computed.append((kept, parts))
+        self._computed.append((_detached(loss), kept, parts))
         self._last = loss
         return loss
 
@@ -306,13 +265,8 @@ class TracedOwnStep:
                 del own[name]
             own.update(before)
 
-    def note(
-        self, loss: torch.Tensor, kept: Any, batch: Batch, rank_batch: RankBatch | None = None
-    ) -> None:
+    def note(self, batch: Batch, loss: torch.Tensor, kept: Any, parts: Parts) -> Outcome:
         """Add a traced step's results to the pass's values, and make its calls of `log`.
-
-        Args:
-            rank_batch: this rank's part of the step, with its sample counts; None on one rank.
 
         Ranks:
             Collective, if the step logs values that the ranks exchange in each step.
@@ -320,13 +274,16 @@ class TracedOwnStep:
         step, (outputs, count, is_compiled_loss) = self._step, kept
         if self.device != "cpu":  # a CUDA graph's next replay writes its results in the same place
             loss, outputs = trees.map_leaves(copied, (loss, outputs))
-        for computed, parts in self._computed:
-            self._inside.note_inside(computed, parts)
-        step.take(batch[0], count, rank_batch, is_compiled_loss=is_compiled_loss)
+        inside = [self._inside.note_inside(*computed) for computed in self._computed]
+        outcome = Outcome(loss, outputs=outputs)
+        if count is not None:
+            outcome.count = checked_count(count, f"{step.method} returned 'count'")
+        elif is_compiled_loss:
+            outcome.count, outcome.terms = inside[-1].count, inside[-1].terms
         for name, value, given, options in self._logged:
             self._model.log(name, copied(value), *given, **options)
-        step.note(loss, outputs)
-        step.context.logged.exchange(step.ranks)
+        step.record(batch, outcome)
+        return outcome
 
 
 NO_LOSS = "training_step doesn't return a loss with one number for every batch"

@@ -22,13 +22,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fitkit import trees
-from fitkit.data.sharding import RankBatch
+from fitkit.data.batches import Batch
 from fitkit.distributed.collectives import pack_gradients, unpack_gradients
 from fitkit.errors import warn
 from fitkit.modes import modules_of
 from fitkit.module import Module
 from fitkit.random_states import random_state, set_random_state
-from fitkit.training.jit.graph_calls import Batch
+from fitkit.training.jit.graph_calls import Parts
 from fitkit.training.jit.loop import at, marked, stacked
 from fitkit.training.jit.net import as_written, compute_as_written
 from fitkit.training.jit.optimizer import JitOptimizer
@@ -37,13 +37,13 @@ from fitkit.training.jit.proof import MisfitError
 from fitkit.training.jit.traced import TracedOwnStep, TracedStep
 from fitkit.training.jit.tracing import OTHERS_LEARN, UncompiledError
 from fitkit.training.own_step import OwnStep
-from fitkit.training.step import CompiledStep
+from fitkit.training.step import CompiledStep, Outcome
 
 MOST_BYTES = 2**26
 """How many bytes of batches a call of several steps copies to one place, at most."""
 
 
-Waiting = tuple[Any, int, Batch]
+Waiting = tuple[Batch, int, Parts]
 """A batch that waits for a call of several: as it came, its number, and its parts on the device."""
 
 COPIED = (torch.Tensor, np.ndarray, str, bytes, int, float, type(None))
@@ -64,7 +64,7 @@ class JitUpdate:
 
     Attributes:
         stopped: why the compiled functions aren't used any more; None while they are.
-        loss: the last batch's loss, if only its gradients were computed; `backward` takes it.
+        outcome: the last batch's, if only its gradients were computed; `backward` takes its loss.
         counted: how many of the next updates have been counted before they are made.
     """
 
@@ -90,7 +90,7 @@ class JitUpdate:
         optimizer: Optimizer,
         parameters: list[nn.Parameter],
         after_update: Callable[[], Any],
-        learn: Callable[[Any, int], None],
+        learn: Callable[[Batch, int], object],
         *,
         moves_rates: bool,
         joins_steps: bool,
@@ -111,17 +111,20 @@ class JitUpdate:
         """
         compilation = model._fitkit.compilation
         self._model, self._step = model, step
+        # A model's own step is traced as a whole, and calls the compiled one inside.
+        compiled = step if isinstance(step, CompiledStep) else None
+        self._compiled_loss = None if compiled is None else compiled.loss
         self._traced: TracedStep | TracedOwnStep
-        if isinstance(step, CompiledStep):
-            self._traced = TracedStep(model, step)
-        else:
+        if isinstance(step, OwnStep):
             self._traced = TracedOwnStep(model, step)
+        else:
+            self._traced = TracedStep(model, step)
         self._parameters = parameters
         self._optimizing.begin(model, optimizer, parameters)
         # A model's own step may have effects, and a step on several ranks exchanges values. Then
         # the first batch can't run twice: its update isn't compiled, and `look_back` inspects it.
         self._exchanges = compilation.strategy.collectives.world_size > 1
-        self._looks_ahead = isinstance(step, CompiledStep) and not self._exchanges
+        self._looks_ahead = compiled is not None and not self._exchanges
         self._packs = False  # whether a batch's gradients are packed in one tensor
         self._may_learn: list[nn.Parameter] = []
         self._learns: list[bool] = []  # whether each of them has a gradient
@@ -129,7 +132,7 @@ class JitUpdate:
         self._requires_grad: list[bool] = []
         self._is_known = False  # whether parameters are as they were when that was noted
         self._gradients: Sequence[torch.Tensor] = ()
-        self.loss: torch.Tensor | None = None
+        self.outcome: Outcome | None = None
         self._after_update, self._learn_now = after_update, learn
         self._may_wait = True  # False while batches that have waited come once more
         self.counted = 0
@@ -137,8 +140,8 @@ class JitUpdate:
         self._loops = self._programs.may_loop(self._traced.device)
         self._most = most_steps(compilation.given.steps_per_execution, loops=self._loops)
         self._joins_steps = self._may_join and joins_steps and self._most > 1
-        self._joins_steps = self._joins_steps and isinstance(step, CompiledStep)
-        self._keeps = isinstance(step, CompiledStep) and step.keeps_batches
+        self._joins_steps = self._joins_steps and compiled is not None
+        self._keeps = compiled is not None and compiled.keeps_batches
         # Whether batches are pairs of tensors that need no move; None: to be asked again.
         self._leaves: bool | None = None
         self._may_repeat = False  # whether torch may skip its checks, see `Programs.run`
@@ -156,7 +159,7 @@ class JitUpdate:
 
     # ------------------------------------------------------------------ one batch
 
-    def __call__(self, batch: Any, index: int) -> bool:
+    def __call__(self, batch: Batch, index: int) -> bool:
         """Learn from a batch, or hold it until there are enough batches for one call.
 
         Returns:
@@ -164,16 +167,13 @@ class JitUpdate:
         """
         if self.stopped is not None:
             return False
-        self.loss = None
-        rank_batch = batch if type(batch) is RankBatch else None
-        if rank_batch is not None:
-            if rank_batch.samples == 0:
-                self.flush()
-                return False  # a placeholder batch must have no effect but its gradients
-            batch = rank_batch.batch
+        self.outcome = None
+        if batch.samples == 0:
+            self.flush()
+            return False  # a placeholder batch must have no effect but its gradients
         if self._leaves is None:
-            self._leaves = self._keeps and self._traced.leaves(batch)
-        parts = (*batch, None) if self._leaves else self._traced.moved(batch, index)
+            self._leaves = self._keeps and self._traced.leaves(batch.data)
+        parts = (*batch.data, None) if self._leaves else self._traced.moved(batch.data, index)
         others_wait = bool(self._waiting)
         if self._may_wait and self._may_hold(parts) and self._hold(batch, index, parts):
             return True
@@ -181,9 +181,9 @@ class JitUpdate:
             self._learn_each()
             self._learn_alone(batch, index)
             return True
-        return self.stopped is None and self._learn(parts, rank_batch)
+        return self.stopped is None and self._learn(batch, parts)
 
-    def _learn(self, batch: Batch, rank_batch: RankBatch | None = None) -> bool:
+    def _learn(self, batch: Batch, parts: Parts) -> bool:
         """Learn from one batch on the device; return whether that could be done."""
         traced = self._traced
         try:
@@ -191,21 +191,20 @@ class JitUpdate:
                 if not self._looks_ahead:
                     self._batches = -1
                     return False
-                self._look(batch)
+                self._look(parts)
             try:
-                found = self._run(batch)
+                found = self._run(batch.samples, parts)
             except UncompiledError as error:
                 if not self._updates or isinstance(error, MisfitError):
                     raise
                 self._updates = False  # perhaps only the optimizer's step can't be compiled
-                found = self._run(batch)
+                found = self._run(batch.samples, parts)
                 self._leave_optimizer_out(str(error))
         except UncompiledError as error:
             self._stop(error)
             return False
         loss, kept, gradients = found
-        traced.note(loss, kept, batch, rank_batch)
-        self.loss = None
+        outcome = traced.note(batch, loss, kept, parts)
         if self._updates:
             self._after_update()
             return True
@@ -214,7 +213,8 @@ class JitUpdate:
         if self._packs:
             *gradients, _ = unpack_gradients(gradients, self._learning)
         self._gradients = gradients
-        self.loss = loss.detach().requires_grad_()
+        outcome.loss, outcome.outputs = loss.detach().requires_grad_(), None
+        self.outcome = outcome
         return True
 
     def _stop(self, error: UncompiledError) -> None:
@@ -231,7 +231,7 @@ class JitUpdate:
 
     # ------------------------------------------------------------------ several in one call
 
-    def _may_hold(self, batch: Batch) -> bool:
+    def _may_hold(self, parts: Parts) -> bool:
         """Return whether batches may wait, from this one on."""
         if not self._joins_steps or not self._updates:
             return False
@@ -239,12 +239,12 @@ class JitUpdate:
             return self._batches > 1
         if self._batches < 0 and self._looks_ahead:
             try:
-                self._look(batch)
+                self._look(parts)
             except UncompiledError as error:
                 self._stop(error)
         return self._batches >= 0 and self._updates
 
-    def _hold(self, batch: Any, index: int, parts: Batch) -> bool:
+    def _hold(self, batch: Batch, index: int, parts: Parts) -> bool:
         """Hold a batch, and learn from the waiting batches once there are enough.
 
         The batch is copied if a generator may reuse its arrays for the next one.
@@ -252,30 +252,30 @@ class JitUpdate:
         Returns:
             Whether the batch was taken.
         """
-        if not self._may_join_batch(parts):
+        if not self._may_join_batch(batch.samples, parts):
             return False
         if not self._keeps:
-            if not all(isinstance(leaf, COPIED) for leaf in trees.leaves(batch)):
+            if not all(isinstance(leaf, COPIED) for leaf in trees.leaves(batch.data)):
                 self._learn_each()
                 return False
-            batch = trees.map_leaves(copied, batch)
-            parts = self._traced.moved(batch, index)
+            batch = Batch(trees.map_leaves(copied, batch.data), batch.samples, batch.total)
+            parts = self._traced.moved(batch.data, index)
         self._waiting.append((batch, index, parts))
         if len(self._waiting) == self._steps_a_call:
             self._learn_together()
         return True
 
-    def _may_join_batch(self, batch: Batch) -> bool:
+    def _may_join_batch(self, samples: int, parts: Parts) -> bool:
         """Return whether one call may compute a batch with others, and note its shapes."""
-        shapes = (shapes_of(batch), getattr(self._step, "given_samples", None))
+        shapes = (shapes_of(parts), samples)
         if shapes != self._shapes:
             self._learn_each()
-            if any(type(leaf) not in (torch.Tensor, type(None)) for leaf in trees.leaves(batch)):
+            if any(type(leaf) not in (torch.Tensor, type(None)) for leaf in trees.leaves(parts)):
                 return False
             self._shapes = shapes
             self._steps_a_call = self._most
             if self._loops:  # they are copied to one place
-                bytes_each = max(trees.tensor_bytes(batch), 1)
+                bytes_each = max(trees.tensor_bytes(parts), 1)
                 self._steps_a_call = min(self._most, max(2, MOST_BYTES // bytes_each))
         return True
 
@@ -291,7 +291,8 @@ class JitUpdate:
 
     def _learn_in_one_call(self, waiting: list[Waiting]) -> None:
         """Learn from batches in one call; one by one if that can't be done."""
-        batches, ready = [parts for _, _, parts in waiting], 0
+        batches, ready = [batch for batch, _, _ in waiting], 0
+        parts, samples = [parts for _, _, parts in waiting], batches[0].samples
         while ready < len(batches) and self._joins_steps and self._follows(ready):
             self._after_update()  # each step's rates are known before the call
             ready += 1
@@ -299,10 +300,10 @@ class JitUpdate:
             assert isinstance(self._traced, TracedStep)
             try:
                 if self._loops:
-                    found = self._traced.separated(*self._run_loop(batches), len(batches))
+                    found = self._traced.separated(*self._run_loop(parts), len(batches))
                 else:
-                    found = self._run(*batches)
-                self._traced.note_together(found, batches)
+                    found = self._run(samples, *parts)
+                self._traced.note_together(batches, found, parts)
                 return
             except MisfitError as error:
                 self._stop(error)
@@ -347,7 +348,7 @@ class JitUpdate:
         try:
             self._learn_now(batch, index)
         finally:
-            self._may_wait, self.loss = before, None
+            self._may_wait, self.outcome = before, None
 
     # ------------------------------------------------------------------ gradients and updates
 
@@ -355,13 +356,13 @@ class JitUpdate:
         """Add the gradients of the last batch's loss, which may have been multiplied by a factor.
 
         Args:
-            loss: `self.loss`, or its product with a factor.
+            loss: that of `outcome`, or its product with a factor.
         """
-        assert self.loss is not None
+        assert self.outcome is not None and self.outcome.loss is not None
         with torch.no_grad():
             gradients: Sequence[torch.Tensor] = self._gradients
-            if loss is not self.loss:
-                (factor,) = torch.autograd.grad(loss, self.loss)
+            if loss is not self.outcome.loss:
+                (factor,) = torch.autograd.grad(loss, self.outcome.loss)
                 gradients = _weighted(gradients, factor)
             for parameter, gradient in zip(self._learning, gradients, strict=True):
                 if parameter.grad is None:
@@ -376,11 +377,11 @@ class JitUpdate:
             self.stopped = str(self._optimizing.misfit)
         return is_done
 
-    def _run(self, *batches: Batch) -> Any:
+    def _run(self, samples: int, *batches: Parts) -> Any:
         """Run the program for batches of these shapes; compile it if they are the first."""
         traced, batch = self._traced, batches[0]
         loops = self._loops and self._joins_steps and self._updates
-        if loops and isinstance(traced, TracedStep) and self._may_join_batch(batch):
+        if loops and isinstance(traced, TracedStep) and self._may_join_batch(samples, batch):
             try:  # a loop of one step, so that only the loop is compiled
                 losses, kept, _ = self._run_loop(batches)
                 return *traced.result_at(0, losses, kept), None
@@ -402,7 +403,7 @@ class JitUpdate:
             self._why_alone = ""
         return found
 
-    def _run_loop(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, Any, Batch]:
+    def _run_loop(self, batches: Sequence[Parts]) -> tuple[torch.Tensor, Any, Parts]:
         """Run the loop over the batches' steps.
 
         Returns:
@@ -494,15 +495,19 @@ class JitUpdate:
         """Whether the next batch must run without compiling, with a call of `look_back` after."""
         return self.stopped is None and self._batches < 0
 
-    def look_back(self) -> None:
-        """Inspect an update that ran without compiling, to prepare the compilation of the next."""
+    def look_back(self, outcome: Outcome) -> None:
+        """Inspect an update that ran without compiling, to prepare the compilation of the next.
+
+        Args:
+            outcome: of its last batch.
+        """
         may_learn = [p for p in self._parameters if p.requires_grad]
         try:
-            self._prepare(may_learn, [parameter.grad for parameter in may_learn])
+            self._prepare(outcome, may_learn, [parameter.grad for parameter in may_learn])
         except UncompiledError as error:
             self._stop(error)
 
-    def _look(self, batch: Batch) -> None:
+    def _look(self, parts: Parts) -> None:
         """Compute a first batch's gradients without compiling, then restore the model's state.
 
         This makes the first batch's checks, and finds which parameters have a gradient.
@@ -518,16 +523,20 @@ class JitUpdate:
         put_back = _restorer(modules_of(self._model, *losses))
         drawn = random_state()
         with as_written(self._model):
-            loss = traced.as_written(batch)
-            gradients = torch.autograd.grad(loss, may_learn, allow_unused=True)
+            outcome = traced.as_written(parts)
+            assert outcome.loss is not None
+            gradients = torch.autograd.grad(outcome.loss, may_learn, allow_unused=True)
         set_random_state(drawn)
         put_back()
-        self._prepare(may_learn, gradients)
+        self._prepare(outcome, may_learn, gradients)
 
-    def _prepare(self, may_learn: list[nn.Parameter], gradients: Sequence[Any]) -> None:
+    def _prepare(
+        self, outcome: Outcome, may_learn: list[nn.Parameter], gradients: Sequence[Any]
+    ) -> None:
         """Note which parameters have a gradient, and collect the optimizer's tensors.
 
         Args:
+            outcome: of a batch that was computed as written.
             may_learn: the parameters that require gradients.
             gradients: one for each of them; None where there is none.
 
@@ -538,11 +547,10 @@ class JitUpdate:
         _refuse_hooks(may_learn)
         if any(g is not None and g.layout is not torch.strided for g in gradients):
             raise UncompiledError("some gradients are sparse")
-        step = self._step
-        own = step.loss.own if isinstance(step, CompiledStep) else None
+        own = self._compiled_loss.own if self._compiled_loss is not None else None
         if own is not None and not own.is_decided:
             raise UncompiledError("fitkit can't know what the net's own loss averages over")
-        if self._is_part and step.terms is not None:
+        if self._is_part and outcome.counts_apart:
             raise UncompiledError("the losses of several outputs average over different counts")
         self._may_learn, self._learns = may_learn, [g is not None for g in gradients]
         self._learning = list(itertools.compress(may_learn, self._learns))

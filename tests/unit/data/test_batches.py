@@ -6,7 +6,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import fitkit
-from fitkit.data.batches import is_empty
+from fitkit.data.arrays import ArraySource
+from fitkit.data.batches import CountedSource, is_empty
 from fitkit.errors import ConfigurationError
 from tests.nets import classes_in_turn
 from tests.reference import assert_same_weights
@@ -220,3 +221,13 @@ def test_class_weights_multiply_weights_in_a_column():
     expected = (each * weights * torch.tensor([1.0, 2.0, 4.0])[Y]).mean().item()
     loss = model.train_on_batch(X, Y, weights[:, None], {0: 1.0, 1: 2.0, 2: 4.0})
     assert (loss[0] if isinstance(loss, list) else loss) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("samples", [0, 1, 4, 9, 12])
+@pytest.mark.parametrize("skip", [0, 1, 2, 5])
+def test_rows_of_arrays_are_counted_without_a_look_at_them(samples, skip):
+    source = ArraySource((torch.arange(float(samples)),), 4)
+    batches = CountedSource(source).batches(0, skip)
+    found = [(len(one.data[0]), one.samples, one.total) for one in batches]
+    assert found == [(size, size, size) for size, _, _ in found]
+    assert [size for size, _, _ in found] == [len(x) for (x,) in source.batches(0, skip)]

@@ -21,7 +21,8 @@ from torch.utils.data import (
 
 import fitkit
 from fitkit.data import CombinedLoader
-from fitkit.data.sharding import RankBatch, sharded
+from fitkit.data.batches import NoRows
+from fitkit.data.sharding import sharded
 from fitkit.data.sources import make_source
 from tests.nets import linear
 from tests.unit.data.test_sharding import on_forked_ranks, on_ranks
@@ -80,8 +81,7 @@ def test_the_workers_of_each_rank_and_pass_draw_numbers_of_their_own(kind, train
         found = []
         for number in range(2):
             for batch in shard.batches(number):
-                batch = batch.batch if isinstance(batch, RankBatch) else batch
-                found += [row for part in batch for row in part.view(-1, 3).tolist()]
+                found += [row for part in batch.data for row in part.view(-1, 3).tolist()]
         return found
 
     rows = list(itertools.chain.from_iterable(on_forked_ranks(2, read)))
@@ -203,10 +203,7 @@ def test_ranks_get_what_the_loader_gives(kind, training, scatter):
         )  # fmt: skip
         found = []
         for batch in itertools.islice(shard.batches(0), most // 2):
-            if isinstance(batch, RankBatch):
-                found.append(flat(batch.batch)[: batch.samples])
-            else:
-                found.append([] if isinstance(batch, type) else flat(batch))
+            found.append([] if batch is NoRows else flat(batch.data)[: batch.samples])
         return found
 
     run = on_forked_ranks if kind.endswith("workers") else on_ranks

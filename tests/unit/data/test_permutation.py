@@ -229,7 +229,7 @@ def test_ranks_shares_of_computed_orders_are_disjoint_and_complete(monkeypatch, 
             source = make_source(loader)
         shard = sharded(source, exchange, training=True, replace_sampler=True, scatter=False)
         passes = [list(shard.batches(0)), list(shard.batches(0, skip=2 * size))]
-        return [[(b.batch[-1].flatten().tolist(), b.samples, b.total) for b in p] for p in passes]
+        return [[(b.data[-1].flatten().tolist(), b.samples, b.total) for b in p] for p in passes]
 
     found = on_ranks(size, read)
     firsts = [first for first, _ in found]

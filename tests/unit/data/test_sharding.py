@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from fitkit.data.batches import NoRows
-from fitkit.data.sharding import RankBatch, sharded
+from fitkit.data.batches import Batch, NoRows
+from fitkit.data.sharding import sharded
 from fitkit.data.sources import for_other_ranks, make_source
 from fitkit.errors import ConfigurationError
 
@@ -95,9 +95,9 @@ def shares(data, size, *, training, scatter=False, batch_size=4, keep=object):
         return [
             one
             if one is NoRows
-            else (one.batch[0].tolist(), one.samples, one.total)
-            if isinstance(one, RankBatch)
-            else one[0].tolist()
+            else (one.data[0].tolist(), one.samples, one.total)
+            if training
+            else one.data[0].tolist()
             for one in found
         ]
 
@@ -149,7 +149,7 @@ def emptied(exchange, kind, lengths):
 def test_a_rank_whose_batch_is_empty_repeats_one_that_counts_for_nothing(kind, lengths, size):
     found = shares(
         lambda exchange: emptied(exchange, kind, lengths), size, training=True,
-        scatter=kind == "scattered", keep=RankBatch,
+        scatter=kind == "scattered", keep=Batch,
     )  # fmt: skip
     assert len({len(steps) for steps in found}) == 1
     for step in zip(*found, strict=True):
@@ -162,7 +162,7 @@ def test_a_rank_whose_batch_is_empty_repeats_one_that_counts_for_nothing(kind, l
 @pytest.mark.filterwarnings("ignore:batch_size=4 is not used")
 def test_a_rank_whose_collate_gave_nothing_repeats_one_that_counts_for_nothing():
     found = shares(
-        lambda exchange: emptied(exchange, "loader", [0, 2, 3, 0]), 2, training=True, keep=RankBatch
+        lambda exchange: emptied(exchange, "loader", [0, 2, 3, 0]), 2, training=True, keep=Batch
     )
     # Counted by their rows, as in one process, and not by the sampler's indices.
     assert found == [[([0, 1], 0, 2), ([2, 3, 4], 3, 3)], [([0, 1], 2, 2), ([0, 1], 0, 3)]]
@@ -295,7 +295,7 @@ def test_what_hugging_face_divides_is_checked():
             part = split_dataset_by_node(whole, rank_of(exchange.rank), 2)
             source = make_source(part, batch_size=2)
             shard = sharded(source, exchange, training=False, replace_sampler=True, scatter=False)
-            return [batch["x"].tolist() for batch in shard.batches(0)]
+            return [batch.data["x"].tolist() for batch in shard.batches(0)]
 
         return on_ranks(2, on_rank)
 

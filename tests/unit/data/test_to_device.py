@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fitkit
 from fitkit.data.arrays import ArraySource
-from fitkit.data.sharding import RankBatch
+from fitkit.data.batches import Batch
 from fitkit.data.sources import IterableSource
 from fitkit.data.to_device import LEAD, Mover, Transfer, goes_aside
 from fitkit.training import step as step_module
@@ -54,7 +54,9 @@ class Streams:
 
 def brought(batches, transfer, streams):
     """The batches of a mover with these streams."""
-    return Mover(transfer, streams=lambda device: streams).bring_each(batches)
+    given = (Batch(data, 1, 1) for data in batches)
+    moved = Mover(transfer, streams=lambda device: streams).bring_each(given)
+    return (batch.data for batch in moved)
 
 
 class Copying(Transfer):
@@ -100,12 +102,12 @@ def test_the_host_waits_for_what_was_computed_some_batches_ago_and_no_more():
 
 
 def test_shares_keep_their_counts_and_what_is_fed_is_not_moved_again():
-    streams, share = Streams(), RankBatch((torch.ones(2, 3, dtype=torch.float64),), 2, 5)
+    streams, share = Streams(), Batch((torch.ones(2, 3, dtype=torch.float64),), 2, 5)
     transfer = Copying(streams)
-    (given,) = brought(iter([share]), transfer, streams)
+    (given,) = Mover(transfer, streams=lambda device: streams).bring_each(iter([share]))
     assert (given.samples, given.total) == (2, 5)
-    assert given.batch[0].dtype == torch.float32
-    assert transfer(given.batch) is given.batch
+    assert given.data[0].dtype == torch.float32
+    assert transfer(given.data) is given.data
 
 
 class OnlyTo:

@@ -1,0 +1,67 @@
+"""A step is a function from a batch to its outcome; only what records it changes anything."""
+
+import pytest
+import torch
+from torch import nn
+
+import fitkit
+from fitkit.data.batches import Batch
+from fitkit.training.own_step import predict_step_for, running, step_for
+
+X, Y = torch.randn(6, 3), torch.randint(2, (6,))
+BATCH = Batch((X, Y), 6, 6)
+
+
+class OwnSteps(fitkit.Model):
+    def training_step(self, batch, batch_idx):
+        return {"loss": nn.functional.cross_entropy(self(batch[0]), batch[1]), "count": 4}
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0]) * 2
+
+
+def compiled(kind=fitkit.Model, metrics=("accuracy",)):
+    torch.manual_seed(0)
+    model = kind(nn.Linear(3, 2))
+    model.compile("sgd", "cross_entropy", metrics=list(metrics), accelerator="cpu")
+    return model
+
+
+@pytest.mark.parametrize(("kind", "count"), [(fitkit.Model, None), (OwnSteps, 4)])
+def test_an_outcome_is_recorded_when_somebody_records_it(kind, count):
+    model = compiled(kind)
+    context, step = step_for(model, "training")
+    context.batch = BATCH
+    expected = nn.functional.cross_entropy(model.net(X), Y)
+    with running(model, context):
+        first, second = step(BATCH, 0), step(BATCH, 1)
+    assert first.loss == second.loss == expected and second.loss.requires_grad
+    if kind is OwnSteps:
+        assert first.count == count
+    assert step.logbook.sums() == {}
+    for outcome in (first, second):
+        step.record(BATCH, outcome)
+    ((total, over),) = step.logbook.sums().values()
+    assert over == 2 * (count or 6) and total == pytest.approx(over * expected.item())
+
+
+@pytest.mark.parametrize("kind", [fitkit.Model, OwnSteps])
+def test_a_batch_that_only_fills_a_place_has_an_outcome_and_records_nothing(kind):
+    model = compiled(kind)
+    context, step = step_for(model, "training")
+    filler = context.batch = Batch((X, Y), 0, 8)
+    with running(model, context):
+        outcome = step(filler, 0)
+    step.record(filler, outcome)
+    assert outcome.loss.requires_grad and step.logbook.sums() == {}
+
+
+@pytest.mark.parametrize(("kind", "factor"), [(fitkit.Model, 1), (OwnSteps, 2)])
+def test_predictions_are_outcomes_without_a_loss(kind, factor):
+    model = compiled(kind)
+    context, step = predict_step_for(model)
+    context.batch = BATCH
+    with running(model, context), torch.no_grad():
+        outcome = step(BATCH)
+        assert torch.equal(outcome.outputs, factor * model.net(X))
+    assert outcome.loss is None
