@@ -30,7 +30,7 @@ from fitkit.optimizers import (
 )
 from fitkit.progress import Progress
 from fitkit.schedulers import PlannedScheduler, check_step, check_watched, own_interval
-from fitkit.typing import Batch, PlainData, Values
+from fitkit.typing import BatchData, PlainData, Values
 
 SHAPES = (
     "configure_optimizers returns an optimizer, a list of optimizers, two lists (optimizers, "
@@ -194,7 +194,7 @@ class Run(Protocol):
     """
 
     steps_done: int
-    batch: Batch
+    batch: BatchData
     seen_values: Values
     validated_names: set[str]
     doubts: list[str]

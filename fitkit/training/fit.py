@@ -44,7 +44,7 @@ from fitkit.training.snapshot import contents, weights_of
 from fitkit.training.step import CompiledStep
 from fitkit.training.surroundings import rank_source, surroundings
 from fitkit.training.update import updates_for
-from fitkit.typing import Batch, PlainData, Values
+from fitkit.typing import BatchData, PlainData, Values
 
 BATCH_HOOKS = (*SHORT_NAMES, *SHORT_NAMES.values())
 """Hooks in which a callback can stop an epoch."""
@@ -115,7 +115,7 @@ class Fit:
         self.epoch: int = arguments.initial_epoch
         self.steps_done: int = 0
         self.steps_before: int = 0  # in the epoch before it was interrupted
-        self.batch: Batch = None  # of the last step, as the source gave it; None between epochs
+        self.batch: BatchData = None  # of the last step, as the source gave it; None between epochs
         self.logs: Values | None = None  # of the last epoch, until the next one begins
         self.noted_before: list[PlainData] = []  # by all ranks, in these steps
         self.accumulate: int = arguments.accumulate or compilation.given.accumulate_grad_batches

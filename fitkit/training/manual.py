@@ -15,7 +15,7 @@ from fitkit.losses import Count
 from fitkit.modes import weights_cast_anew
 from fitkit.module import Module
 from fitkit.training.own_step import Step
-from fitkit.typing import Batch
+from fitkit.typing import BatchData
 
 
 def nothing_if(loss: torch.Tensor, count: float | torch.Tensor) -> torch.Tensor:
@@ -46,7 +46,7 @@ class Manual:
         self._updates_before: int | None = None  # of the epoch; None before its first batch
         self._has_warned = False
 
-    def __call__(self, batch: Batch, index: int) -> None:
+    def __call__(self, batch: BatchData, index: int) -> None:
         state, updates = self._state, self._state.updates
         if self._updates_before is None:
             self._updates_before = updates

@@ -17,7 +17,7 @@ from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.errors import ConfigurationError
 from fitkit.module import Module
 from fitkit.training.step import CompiledStep, PredictStep, forward_of
-from fitkit.typing import Batch
+from fitkit.typing import BatchData
 
 NO_GRAPH = re.compile(r"does not require grad")
 """What torch says where a gradient is asked for and there is no graph."""
@@ -34,7 +34,7 @@ def wrapped_for_evaluation(model: Module) -> WrappedModel:
 def first_step(
     model: Module,
     step: Any,
-    batch: Batch,
+    batch: BatchData,
     index: int = 0,
     make: Callable[[Any, int], Any] | None = None,
 ) -> Any:
