@@ -15,7 +15,7 @@ from fitkit.compilation import Compilation
 from fitkit.errors import ConfigurationError
 from fitkit.fit_state import FitState
 from fitkit.samples import Doubts
-from fitkit.typing import AnyCallable, Outputs, UserBatch
+from fitkit.typing import AnyCallable, BatchData, Outputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,16 +55,16 @@ class Context(Protocol):
     @property
     def backward(self) -> AnyCallable | None: ...
 
-    def moved(self, own: AnyCallable, batch: UserBatch, device: torch.device) -> UserBatch:
+    def moved(self, own: AnyCallable, batch: BatchData, device: torch.device) -> BatchData:
         """A batch moved by a model's own hook."""
 
-    def transferred(self, batch: UserBatch) -> UserBatch:
+    def transferred(self, batch: BatchData) -> BatchData:
         """A batch moved to the device in fitkit's way."""
 
-    def compiled_loss(self, model: torch.nn.Module, batch: UserBatch) -> torch.Tensor:
+    def compiled_loss(self, model: torch.nn.Module, batch: BatchData) -> torch.Tensor:
         """The compiled loss of a batch that is on the device; compiled metrics count it."""
 
-    def compiled_outputs(self, model: torch.nn.Module, batch: UserBatch) -> Outputs:
+    def compiled_outputs(self, model: torch.nn.Module, batch: BatchData) -> Outputs:
         """The net's outputs for a batch that is on the device."""
 
     def log(self, name: str, value: object, options: LogOptions, samples: int | None) -> None:

@@ -128,7 +128,7 @@ Data: TypeAlias = DataLoader[Any] | Dataset[Any] | Arrays | Iterable[Any]
 AnyCallable: TypeAlias = Callable[..., object]
 """A function whose arguments its caller knows, such as a hook of the user's."""
 
-UserBatch: TypeAlias = object
+BatchData: TypeAlias = object
 """A batch as the data gave it: whatever the user's collate function returns."""
 
 Outputs: TypeAlias = object

@@ -115,9 +115,7 @@ class Fit:
         self.epoch: int = arguments.initial_epoch
         self.steps_done: int = 0
         self.steps_before: int = 0  # in the epoch before it was interrupted
-        self.batch: Batch | None = (
-            None  # of the last step, as the source gave it; None between epochs
-        )
+        self.batch: Batch | None = None  # of the last step; None between epochs
         self.logs: Values | None = None  # of the last epoch, until the next one begins
         self.noted_before: list[PlainData] = []  # by all ranks, in these steps
         self.accumulate: int = arguments.accumulate or compilation.given.accumulate_grad_batches
