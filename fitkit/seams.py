@@ -131,6 +131,7 @@ from fitkit.distributed.precision.base import (
     restore_layer,
 )
 from fitkit.distributed.resolve import named_strategy, resolve_strategy
+from fitkit.distributed.rows import gather, part_sizes, split
 from fitkit.distributed.spread.in_place import (
     ModuleInPlace,
     OptimizerInPlace,
@@ -141,8 +142,6 @@ from fitkit.distributed.spread.in_place import (
 from fitkit.distributed.spread.module import blocks_of, check_trains
 from fitkit.distributed.strategies import (
     DDP,
-    DDP2,
-    DP,
     FSDP,
     STRATEGIES,
     DDPSharded,
@@ -173,8 +172,6 @@ from fitkit.schedulers import SCHEDULERS
 __all__ = [
     "CALLBACKS",
     "DDP",
-    "DDP2",
-    "DP",
     "FLOAT8",
     "FORMATS",
     "FORMAT_VERSION",
@@ -254,6 +251,7 @@ __all__ = [
     "format_of",
     "from_all_ranks",
     "from_rank_zero",
+    "gather",
     "groups_of",
     "held_by",
     "hook_of",
@@ -271,6 +269,7 @@ __all__ = [
     "optimizers_of",
     "overload",
     "parent",
+    "part_sizes",
     "plain_layers",
     "plain_value",
     "print_on_rank_zero",
@@ -289,6 +288,7 @@ __all__ = [
     "save_weights",
     "set_rate",
     "share_buffers",
+    "split",
     "state_of",
     "storable",
     "unpack_batch",

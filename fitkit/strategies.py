@@ -9,8 +9,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from fitkit.distributed.strategies import DDP as DDPStrategy
-from fitkit.distributed.strategies import DDP2 as DDP2Strategy
-from fitkit.distributed.strategies import DP as DPStrategy
 from fitkit.distributed.strategies import FSDP as FSDPStrategy
 from fitkit.distributed.strategies import STRATEGIES, Engine, Strategy
 from fitkit.distributed.strategies import DDPSharded as DDPShardedStrategy
@@ -20,7 +18,9 @@ from fitkit.registry import imported_on_demand
 
 if TYPE_CHECKING:
     from fitkit.extras.bagua.strategy import Bagua as BaguaStrategy
+    from fitkit.extras.ddp2 import DDP2 as DDP2Strategy
     from fitkit.extras.deepspeed import DeepSpeed as DeepSpeedStrategy
+    from fitkit.extras.dp import DP as DPStrategy
     from fitkit.extras.horovod import Horovod as HorovodStrategy
     from fitkit.extras.xla import XLA as XLAStrategy
     from fitkit.extras.xla_adapters import Adapter as XLAAdapter
@@ -29,6 +29,8 @@ else:
         __name__,
         {
             "BaguaStrategy": "fitkit.extras.bagua.strategy:Bagua",
+            "DDP2Strategy": "fitkit.extras.ddp2:DDP2",
+            "DPStrategy": "fitkit.extras.dp:DP",
             "DeepSpeedStrategy": "fitkit.extras.deepspeed:DeepSpeed",
             "HorovodStrategy": "fitkit.extras.horovod:Horovod",
             "XLAAdapter": "fitkit.extras.xla_adapters:Adapter",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from fitkit.distributed.strategies.dp import Replicas
+from fitkit.extras.dp import Replicas
 
 DEVICES = (torch.device("cuda", 0),) * 2
 

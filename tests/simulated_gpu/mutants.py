@@ -143,14 +143,14 @@ MUTANTS = [
     ),
     Mutant(
         "dp: a replica on each device",
-        "distributed/strategies/dp.py",
+        "extras/dp.py",
         "replicas = replicate(self.module, list(self._devices[: len(parts)]))",
         "replicas = replicate(self.module, [self._devices[0]] * len(parts))",
         (PROMISES,),
     ),
     Mutant(
         "dp: parts are computed in threads",
-        "distributed/strategies/dp.py",
+        "extras/dp.py",
         "results = nn.parallel.parallel_apply(calls, [()] * len(calls), devices=devices)",
         "results = [call() for call in calls]",
         (REPLICAS,),

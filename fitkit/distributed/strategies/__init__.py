@@ -2,8 +2,6 @@
 
 from fitkit.distributed.strategies.base import Assignment, SingleDevice, Strategy
 from fitkit.distributed.strategies.ddp import DDP, DDPSpawn
-from fitkit.distributed.strategies.ddp2 import DDP2
-from fitkit.distributed.strategies.dp import DP
 from fitkit.distributed.strategies.engine import Engine
 from fitkit.distributed.strategies.fsdp import FSDP
 from fitkit.distributed.strategies.sharded import DDPSharded
@@ -15,9 +13,9 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
     group="fitkit.strategies",
 )
 STRATEGIES.add("single_device", SingleDevice, "single")
-STRATEGIES.add("dp", DP)
+STRATEGIES.promise("fitkit.extras.dp:DP", "dp")
 STRATEGIES.add("ddp", DDP)
-STRATEGIES.add("ddp2", DDP2)
+STRATEGIES.promise("fitkit.extras.ddp2:DDP2", "ddp2")
 STRATEGIES.add("ddp_spawn", DDPSpawn)
 STRATEGIES.promise("fitkit.extras.bagua.strategy:Bagua", "bagua")
 STRATEGIES.add("ddp_sharded", DDPSharded)
@@ -28,8 +26,6 @@ STRATEGIES.promise("fitkit.extras.xla:XLA", "xla", "tpu")
 
 __all__ = [
     "DDP",
-    "DDP2",
-    "DP",
     "FSDP",
     "STRATEGIES",
     "Assignment",

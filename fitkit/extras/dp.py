@@ -16,11 +16,9 @@ from torch import nn
 
 from fitkit import trees
 from fitkit.accelerators import current_device
-from fitkit.distributed.rows import gather, part_sizes, split
-from fitkit.distributed.strategies.base import Assignment, Strategy
-from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.errors import ConfigurationError, warn
 from fitkit.samples import samples_among
+from fitkit.seams import Assignment, Strategy, WrappedModel, gather, part_sizes, split
 
 ABSENT = object()
 

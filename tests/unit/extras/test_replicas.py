@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 from fitkit.distributed.rows import gather, part_sizes, split
-from fitkit.distributed.strategies.dp import Replicas, _callers_modes
 from fitkit.errors import ConfigurationError
+from fitkit.extras.dp import Replicas, _callers_modes
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", ["left", "right"])

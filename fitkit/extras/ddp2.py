@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fitkit.distributed.strategies.base import Assignment, Strategy
-from fitkit.distributed.strategies.ddp import DDP
-from fitkit.distributed.strategies.dp import Replicas
-from fitkit.distributed.wrapped_model import WrappedModel
+from fitkit.extras.dp import Replicas
+from fitkit.seams import DDP, Assignment, Strategy, WrappedModel
 
 
 class DDP2(DDP):
