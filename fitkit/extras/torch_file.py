@@ -32,6 +32,8 @@ from fitkit.seams import (
 )
 
 _ZIP = b"PK\x03\x04"
+# The bit of a part's attributes by which DOS marks folders; names of folders end in a slash, too.
+_FOLDER = 0x10
 # Under which name programs put the weights where they save more than these.
 _NESTED = ("state_dict", "model_state_dict")
 # As many of the names that a pickle asks for are listed.
@@ -168,6 +170,9 @@ def _check_archive(name: str, file: BinaryIO) -> None:
                 raise damaged(name, "it is compressed, which torch never does")
             if sum(member.file_size for member in members) > os.fstat(file.fileno()).st_size:
                 raise damaged(name, "its parts declare more bytes than the file has")
+            # Of a folder torch reads nothing, and leaves the memory for its numbers as it was.
+            if any(m.external_attr & _FOLDER and not m.is_dir() for m in members):
+                raise damaged(name, "a part of it is marked as a folder")
             # torch.serialization.set_crc32_options(False) leaves out all checksums.
             with_checksums = any(member.CRC for member in members)
             wrong = archive.testzip() if with_checksums else None

@@ -202,6 +202,19 @@ def test_a_pt_file_of_other_things_says_what_it_holds(tmp_path, content, reason)
         load_weights(tmp_path / "w.pt", normed())
 
 
+def test_an_archive_that_marks_numbers_as_a_folder_is_refused(tmp_path):
+    # torch reads nothing of a folder: the tensor would have whatever its memory had before.
+    path, module = tmp_path / "w.pt", normed()
+    save_weights(path, module.state_dict())
+    content = bytearray(path.read_bytes())
+    content[content.rindex(b"archive/data/0") - 8] ^= 0x10  # in the list at the file's end
+    path.write_bytes(content)
+    (part,) = (p for p in zipfile.ZipFile(path).infolist() if p.external_attr)
+    assert part.filename.endswith("data/0") and part.external_attr == 0x10
+    with pytest.raises(CheckpointError, match="marked as a folder"):
+        load_weights(path, normed())
+
+
 def test_a_compressed_archive_is_refused_before_it_is_unpacked(tmp_path):
     with zipfile.ZipFile(tmp_path / "w.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("w/data.pkl", bytes(10**7))
