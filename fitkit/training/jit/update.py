@@ -90,7 +90,7 @@ class JitUpdate:
         optimizer: Optimizer,
         parameters: list[nn.Parameter],
         after_update: Callable[[], Any],
-        learn: Callable[[Batch, int], None],
+        learn: Callable[[Batch, int], object],
         *,
         moves_rates: bool,
         joins_steps: bool,
