@@ -127,7 +127,9 @@ def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
         params = _params(model, "predict", source, arguments)
         with callbacks.running(model, params), evaluating(model, context):
             callbacks.call("on_predict_begin", {})
-            plan = EvaluationPlan(model, step, callbacks, "predict", source, copies.take)
+            plan = EvaluationPlan(
+                model, step, callbacks, "predict", source, copies.take, copies.skip
+            )
             plan.run(context, mine, "stop_predicting", partial(_outputs, copies, group_size))
             copies.wait()
             callbacks.call("on_predict_end", {})
@@ -287,8 +289,8 @@ class EvaluationPlan:
         callbacks: the pass's callbacks.
         stage: the stage in the names of callbacks' hooks, `"test"` or `"predict"`.
         source: gives the batches.
-        take: receives each batch with its outcome, in their order. In `predict` it also receives
-            batches without rows, without one.
+        take: receives each batch with its outcome, in their order.
+        skip: called in place of that for a batch without rows, if given.
     """
 
     def __init__(
@@ -298,12 +300,13 @@ class EvaluationPlan:
         callbacks: CallbackList,
         stage: str,
         source: Source,
-        take: Callable[[Any, Outcome], None],
+        take: Callable[[Batch, Outcome], None],
+        skip: Callable[[], None] | None = None,
     ) -> None:
         self._model = model
         self._step = step
         self._take = take
-        self._predicts = stage == "predict"
+        self._skip = skip
         self._begin = callbacks.hooks(f"on_{stage}_batch_begin")
         self._end = callbacks.hooks(f"on_{stage}_batch_end")
         self._has_one_batch = source.steps == 1
@@ -345,9 +348,9 @@ class EvaluationPlan:
                 for index, batch in group:
                     if batch is NoRows:
                         empty += 1
-                        if self._predicts:  # in the batches' order
+                        if self._skip is not None:  # in the batches' order
                             self.flush()
-                            take(batch, Outcome(None, outputs=NoRows))
+                            self._skip()
                         continue
                     context.batch = batch
                     if context.waiting:
@@ -446,10 +449,15 @@ class HostCopies:
         self._streams: Any = None
         self._flying: tuple[Any, Any] | None = None
 
-    def take(self, batch: Any, outcome: Outcome) -> None:
-        """Add a batch's outputs; `NoRows` itself for a batch without rows."""
-        self.samples += [0 if batch is NoRows else batch.samples]
+    def take(self, batch: Batch, outcome: Outcome) -> None:
+        """Add a batch's outputs."""
+        self.samples += [batch.samples]
         self.add(outcome.outputs)
+
+    def skip(self) -> None:
+        """Add `NoRows` in place of the outputs of a batch without rows."""
+        self.samples += [0]
+        self.add(NoRows)
 
     def add(self, output: Any) -> None:
         """Add a batch's output."""

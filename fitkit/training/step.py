@@ -130,6 +130,7 @@ class CompiledStep:
         self._had_target = False
         self._is_first = True
         self._opens = False  # whether batches are parts that need no move
+        self._has_weights = False
         self._joins: torch.Size | None = None  # of predictions whose losses the metrics compute
         self.may_count = may_count
         self.keeps_batches = keeps_batches
@@ -323,14 +324,14 @@ class CompiledStep:
     def join_losses(self) -> None:
         """Leave the losses of later batches to the metrics, which compute many at once.
 
-        Does nothing where the losses aren't means over samples, or the batches aren't rows of
-        arrays that are on the device.
+        Does nothing where the losses aren't means over samples, or samples have weights, or the
+        batches aren't rows of arrays that are on the device.
         """
         only = None if self.meters is None else self.meters.only
         if only is None or self.loss is None or self.may_count:
             return
         of_each = self.loss.of_each(self.all_targets)
-        if of_each is not None and self._opens and self._is_plain:
+        if of_each is not None and self._opens and self._is_plain and not self._has_weights:
             only.join_loss(of_each, self.mover.transfer.device)
             self._joins = torch.Size()
 
@@ -362,7 +363,7 @@ class CompiledStep:
     def _look_at(self, data: Any) -> None:
         """Decide by the first batch, after its forward, whether others need no move."""
         if self.keeps_batches and type(data) is tuple and self._sequences is None:
-            self._opens = self.mover.leaves(data)
+            self._opens, self._has_weights = self.mover.leaves(data), len(data) > 2
 
     def _check_batch(self, x: Any, y: Any, weight: Any) -> None:
         """Refuse an invalid first batch before the net gets it."""

@@ -55,7 +55,7 @@ This bounds the compilation's time (a net 32-64-10 with 16 batches: some 10 s).
 MOST_TOGETHER = 16
 """The most batches in one call; with so many, the call itself adds a twentieth to their time."""
 
-Take = Callable[[Any, Outcome], None]
+Take = Callable[[Batch, Outcome], None]
 """What receives a batch with its outcome."""
 
 

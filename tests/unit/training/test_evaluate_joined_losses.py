@@ -242,3 +242,16 @@ def test_scores_of_few_classes_are_turned_and_give_the_same(classes, dtype, monk
         found = loss.of_each(scores, labels)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
     assert shapes == [(1, classes, 500) if classes < 16 else (500, classes)] * 2
+
+
+def test_weighted_samples_arent_joined():
+    torch.manual_seed(0)
+    net, x = torch.nn.Linear(4, 3), torch.randn(40, 4)
+    y, weight = torch.randint(3, (40,)), torch.rand(40)
+    model = fitkit.Model(net)
+    model.compile("sgd", "cross_entropy", metrics=["accuracy"], accelerator="cpu")
+    found = model.evaluate(x, y, sample_weight=weight, batch_size=8, verbose=0)[0]
+    parts = zip(x.split(8), y.split(8), weight.split(8), strict=True)
+    with torch.no_grad():
+        each = [(F.cross_entropy(net(a), b, reduction="none") * w).mean() for a, b, w in parts]
+    assert found == pytest.approx(torch.stack(each).mean().item(), rel=1e-6)
