@@ -40,7 +40,7 @@ from fitkit.training.own_loss import ask_for_rows, ask_for_sum, takes_items_in_b
 
 @dataclasses.dataclass(slots=True)
 class Outcome:
-    """What a step found in a batch. It changes nothing: whoever keeps it, records it.
+    """What a step found in a batch. It changes nothing: what wants to keep it, records it.
 
     Attributes:
         loss: of the batch; None if there is none, or if the metrics will compute it.
