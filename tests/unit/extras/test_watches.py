@@ -19,6 +19,7 @@ from fitkit.callbacks import (
     ThroughputMonitor,
     Timer,
 )
+from fitkit.data.batches import Batch
 from fitkit.distributed.strategies import engine
 from fitkit.errors import ArgumentTypeError, ConfigurationError, FitkitError
 from fitkit.extras.resources import seconds_of
@@ -361,11 +362,15 @@ def test_tokens_are_counted_by_inputs_samples_or_a_function():
 def test_padding_that_a_mask_hides_is_no_token():
     monitor = ThroughputMonitor(tokens=True)
     ids = torch.tensor([[5, 6, 0], [7, 0, 0]])
-    assert monitor._tokens_of({"input_ids": ids, "attention_mask": (ids > 0).long()}) == 3
-    assert monitor._tokens_of({"input_ids": ids.numpy()}) == 6
-    for batch in ({"pixels": ids}, (torch.ones(2, 3), ids), {}):
+
+    def tokens_of(data):
+        return monitor._tokens_of(Batch(data, 2, 2))
+
+    assert tokens_of({"input_ids": ids, "attention_mask": (ids > 0).long()}) == 3
+    assert tokens_of({"input_ids": ids.numpy()}) == 6
+    for data in ({"pixels": ids}, (torch.ones(2, 3), ids), {}):
         with pytest.raises(ConfigurationError, match="found no integers"):
-            monitor._tokens_of(batch)
+            tokens_of(data)
 
 
 def test_use_of_the_devices_is_by_the_numbers_that_multiply():
