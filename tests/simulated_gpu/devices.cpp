@@ -192,6 +192,7 @@ struct SimulatedHooks : PrivateUse1HooksInterface {
 struct SimulatedHooks : CUDAHooksInterface {
     SimulatedHooks(CUDAHooksArgs) {}
     bool hasCUDA() const override { return true; }
+    std::string showConfig() const override { return "simulated"; }
     void deviceSynchronize(DeviceIndex d) const override { guard.synchronizeDevice(d); }
 #endif
     void init() const override { check_usable(); }
