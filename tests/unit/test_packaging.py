@@ -240,3 +240,14 @@ def test_the_doctor_tells_what_fitkit_sees(capsys):
     printed = capsys.readouterr().out
     assert printed.split()[:2] == ["fitkit", fitkit.__version__]
     assert "torch" in printed and "devices='auto'" in printed
+
+
+def test_the_sample_of_the_makefile_is_there():
+    makefile = (CHECKOUT / "Makefile").read_text().replace("\\\n", " ")
+    sample = re.search(r"^SAMPLE := (.*)$", makefile, re.MULTILINE)[1]
+    found = [
+        CHECKOUT / folder / name
+        for folder, names in re.findall(r"\$\(addprefix ([\w/]+), ([^)]*)\)", sample)
+        for name in names.split()
+    ]
+    assert len(found) > 15 and all(path.exists() for path in found)
