@@ -33,8 +33,11 @@ CALLABLE = "~collections.abc.Callable"
 ITERABLE = "~collections.abc.Iterable"
 READABLE = {
     "AcceleratorName": "str",
+    "AnyCallable": CALLABLE,
     "Arrays": "array | tuple | list | dict",
-    "Callbacks": "Callback | list[Callback] | None",
+    "BatchData": "object",
+    "Callbacks": "Callback | str | list[Callback | str] | None",
+    "CompilerOptions": "dict",
     "Data": f"~torch.utils.data.DataLoader | ~torch.utils.data.Dataset | array | {ITERABLE}",
     "DevicesArgument": "int | str | list[int]",
     "FilePath": "str | ~os.PathLike",
@@ -54,12 +57,16 @@ READABLE = {
         f"str | dict | ~torch.optim.Optimizer | list[~torch.optim.Optimizer] | {CALLABLE}"
     ),
     "OptimizerName": "str",
+    "Outputs": "object",
+    "PlainData": "dict",
     "PrecisionName": "str",
     "SchedulerArgument": (
         f"str | dict | ~torch.optim.lr_scheduler.LRScheduler | {CALLABLE} | None"
     ),
     "SchedulerName": "str",
     "StrategyName": "str",
+    "Tree": "object",
+    "Values": "dict",
     "Verbose": "int | Literal['auto']",
 }
 """What signatures show for the types that have names: what you may write, in one line each."""
@@ -68,7 +75,7 @@ ALIASES = {
     name: f"fitkit.typing.{name}"
     for name in vars(fitkit.typing)
     if name[0].isupper() and f"\n{name}: TypeAlias = " in inspect.getsource(fitkit.typing)
-} | {"Callbacks": "fitkit.callbacks.base.Callbacks"}
+} | {"Callbacks": "fitkit.callbacks.callback_list.Callbacks"}
 """For `autodoc_type_aliases`, which keeps the names, so that `READABLE` can replace them."""
 assert ALIASES.keys() <= READABLE.keys(), ALIASES.keys() - READABLE.keys()
 
