@@ -5,7 +5,8 @@ It also runs tests that were written for the CPU on a device, where SIM_TESTS sa
 - `SIM_TESTS=1`: `devices=1` and "auto" mean the device of this index. One other than 0 finds more.
 - `SIM_TESTS=ranks`: `accelerator="cpu"` means the accelerator, so two processes have two devices.
 
-What a test itself compares may be on two devices; what fitkit does may not.
+What a test itself compares may be on two devices; what fitkit does may not. Tests that can't run
+so are skipped, and `CPU_ALONE` says why.
 """
 
 import os
@@ -20,6 +21,44 @@ import torch.testing
 WHERE = os.environ.get("SIM_TESTS")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TESTS = str(ROOT / "tests")
+
+FIRST_ORDER = "test_every_first_order_optimizer_by_name_is_torchs_own_with_its_defaults"
+CPU_ALONE = {
+    "the test computes with the trained net, on the CPU": {
+        "test_a_frozen_part_learns_as_plain_pytorch_does",
+        "test_a_loss_and_a_metric_by_name_suffice_for_image_and_mask",
+        "test_a_step_may_return_an_object_with_a_loss_and_predict_texts",
+        "test_a_torchmetrics_object_counts_an_epoch_and_begins_anew",
+        "test_evaluate_takes_the_validation_steps_where_there_is_no_test_step",
+        "test_evaluation_is_the_mean_over_samples_with_a_short_last_batch",
+        "test_on_batch_verbs_give_the_values_before_the_update",
+        "test_predict_step_and_its_end",
+        "test_sample_weights_multiply_each_loss_and_divide_by_the_number_of_samples",
+        "test_updates_by_two_half_steps_are_counted_and_averaged",
+        "test_validation_and_test_steps_and_their_ends",
+        "test_with_compiled_steps",
+    },
+    "the test compares bits, and torch updates several tensors at once on a GPU": {
+        f"{FIRST_ORDER}[nadam]",
+        f"{FIRST_ORDER}[radam]",
+        f"{FIRST_ORDER}[asgd]",
+        "test_a_shuffling_loader_is_read_in_the_order_of_a_plain_loop",
+        "test_gradients_are_clipped_by_norm_and_by_value",
+    },
+    "the test forks, which CUDA refuses": {
+        "test_what_a_run_leaves_that_is_killed_at_any_step_is_gone_after_the_next",
+    },
+    "the compiler's pass for the CPU is tested": {
+        "test_no_pattern_of_the_compiler_overlooks_a_factor",
+    },
+}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items if WHERE == "1" else ():
+        for why, names in CPU_ALONE.items():
+            if item.name in names or getattr(item, "originalname", None) in names:
+                item.add_marker(pytest.mark.skip(reason=why))
 
 
 @pytest.hookimpl(hookwrapper=True)
