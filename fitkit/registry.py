@@ -102,7 +102,7 @@ class Registry(Generic[Entry]):
         """
         for spelling in (name, *aliases):
             form = normalise(spelling)
-            if form in self._entries and _origin(self._entries[form]) != _origin(entry):
+            if form in self._spelling and _origin(self[spelling]) != _origin(entry):
                 raise ValueError(f"{self.kind} {spelling!r} is there already. Choose another name.")
             self._entries[form] = entry
             self._spelling[form] = spelling
@@ -110,11 +110,15 @@ class Registry(Generic[Entry]):
 
     def __contains__(self, name: str) -> bool:
         form = normalise(name)
-        return form in self._entries or form in self._elsewhere()
+        return form in self._spelling or form in self._installed()
+
+    def holds(self, name: str, entry: object) -> bool:
+        """Whether a registered name stands for `entry`. No installed package is looked for."""
+        return normalise(name) in self._spelling and self[name] is entry
 
     def __iter__(self) -> Iterator[str]:
         yield from self._spelling.values()
-        for form, point in self._elsewhere().items():
+        for form, point in self._installed().items():
             if form not in self._spelling:
                 yield point.name
 
@@ -126,8 +130,10 @@ class Registry(Generic[Entry]):
                 an installed package's entry point can't be imported.
         """
         form = normalise(name)
+        if form in self._promised:
+            self._entries[form] = self._promised.pop(form).load()
         if form not in self._entries:
-            point = self._elsewhere().get(form)
+            point = self._installed().get(form)
             if point is None:
                 raise unknown_name(self.kind, name, self, self.hint, self.page)
             try:
@@ -139,12 +145,12 @@ class Registry(Generic[Entry]):
                 ) from error
         return self._entries[form]
 
-    def _elsewhere(self) -> dict[str, importlib.metadata.EntryPoint]:
-        """What is imported when it is looked up, by the form of its name: promised or installed."""
+    def _installed(self) -> dict[str, importlib.metadata.EntryPoint]:
+        """The entry points of installed packages by the form of their names."""
         if self.group is None:
-            return self._promised
+            return {}
         found = importlib.metadata.entry_points(group=self.group)
-        return {**{normalise(point.name): point for point in found}, **self._promised}
+        return {normalise(point.name): point for point in found}
 
 
 def imported_on_demand(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:

@@ -487,7 +487,7 @@ def named_arguments(model: Module) -> PlainData:
             plain["objects"].append(name)
     instances = instances_in(given["optimizer"])
     kinds = [class_of(optimizer) for optimizer in instances]
-    if instances and all(k.__name__ in OPTIMIZERS and OPTIMIZERS[k.__name__] is k for k in kinds):
+    if instances and all(OPTIMIZERS.holds(kind.__name__, kind) for kind in kinds):
         described = [
             {
                 "class": class_of(optimizer).__name__,

@@ -3,7 +3,7 @@
 import copy
 import pickle
 import random
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 
 import numpy as np
 import pytest
@@ -37,6 +37,17 @@ def test_an_unknown_name_gets_the_nearest_and_all_names():
     message = str(caught.value)
     assert "'adm'" in message and "Did you mean 'Adam'?" in message and "'SGD'" in message
     assert message.endswith("Or an instance. (FK028: docs/troubleshooting.md#fk028)")
+
+
+def test_a_promised_name_is_imported_when_it_is_looked_up_and_belongs_to_its_entry():
+    registry = Registry("kind")
+    registry.promise("collections:OrderedDict", "Ordered")
+    assert "ordered" in registry and list(registry) == ["Ordered"]
+    with pytest.raises(ValueError, match="'ORDERED' is there already"):
+        registry.add("ORDERED", dict)
+    assert registry["ordered"] is OrderedDict is registry.add("Ordered", OrderedDict)
+    assert registry.holds("ordered", OrderedDict)
+    assert not registry.holds("ordered", dict) and not registry.holds("other", OrderedDict)
 
 
 def test_map_leaves_keeps_containers():
