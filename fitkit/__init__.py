@@ -26,7 +26,7 @@ else:
     __getattr__ = imported_on_demand(
         __name__,
         {
-            "find_usable_cuda_devices": ("fitkit.extras.free_devices:find_usable_cuda_devices"),
+            "find_usable_cuda_devices": "fitkit.extras.free_devices:find_usable_cuda_devices",
             "loggers": "fitkit.loggers",
             "pictures": "fitkit.pictures",
             "plan": "fitkit.extras.planning:plan",

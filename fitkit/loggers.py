@@ -10,7 +10,7 @@ from fitkit.extras.loggers.lightning import (
 from fitkit.extras.loggers.services import MLflow, WandB
 from fitkit.extras.loggers.tensorboard import TensorBoard
 from fitkit.extras.loggers.text import CSV, JSONLines
-from fitkit.foreign_names import no_attribute
+from fitkit.registry import imported_on_demand
 
 __all__ = [
     "CSV",
@@ -25,16 +25,9 @@ __all__ = [
     "WandbLogger",
 ]
 
+__getattr__ = imported_on_demand(__name__, {})  # explains names of other libraries
+
 
 def __dir__() -> list[str]:
     """List the public names only."""
     return __all__
-
-
-def __getattr__(name: str) -> object:
-    """Explain a name that fitkit doesn't have, such as one from Keras or Lightning.
-
-    Raises:
-        AttributeError: always, because Python calls this for unknown names only.
-    """
-    raise no_attribute(__name__, name)
