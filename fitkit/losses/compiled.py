@@ -257,13 +257,6 @@ class CompiledLoss:
             found.append(Term(part.name, part.scale, value, count))
         return found
 
-    @property
-    def direct(self) -> Callable[[Any, Any], torch.Tensor] | None:
-        """The loss of a net with one output, for a tensor and its target; None before `check`, and
-        where a batch must be taken apart for it."""
-        plain = self._only is not None and self.class_weights is None
-        return self._only.__call__ if self._only is not None and plain else None
-
     def of_each(self, targets: list[Any]) -> Callable[[Any, Any], torch.Tensor] | None:
         """A function that gives each sample's loss (N,), whose mean over any samples is the loss.
 

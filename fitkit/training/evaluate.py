@@ -361,7 +361,7 @@ class EvaluationPlan:
                     if (outcome := advance(batch, index)) is not None:
                         take(batch, outcome)
                     if index == empty:
-                        self._step.mover.transfer.undo_writes()
+                        self._step.undo_writes()
                         if not self._has_one_batch:
                             advance = self.step_after_first(batch)
                     has_rows = True
