@@ -130,9 +130,11 @@ class Registry(Generic[Entry]):
                 an installed package's entry point can't be imported.
         """
         form = normalise(name)
+        if form in self._entries:
+            return self._entries[form]
         if form in self._promised:
-            self._entries[form] = self._promised.pop(form).load()
-        if form not in self._entries:
+            self._entries[form] = self._promised[form].load()
+        else:
             point = self._installed().get(form)
             if point is None:
                 raise unknown_name(self.kind, name, self, self.hint, self.page)

@@ -50,6 +50,16 @@ def test_a_promised_name_is_imported_when_it_is_looked_up_and_belongs_to_its_ent
     assert not registry.holds("ordered", dict) and not registry.holds("other", OrderedDict)
 
 
+def test_a_promise_outlives_an_import_that_fails(monkeypatch, tmp_path):
+    registry = Registry("kind")
+    registry.promise("comes_later_to_the_path:thing", "later")
+    with pytest.raises(ImportError):
+        registry["later"]
+    (tmp_path / "comes_later_to_the_path.py").write_text("thing = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "later" in registry and registry["later"] == 3
+
+
 def test_map_leaves_keeps_containers():
     tree = {"a": [1, (2, 3)], "b": Pair(4, 5)}
     mapped = trees.map_leaves(lambda leaf: leaf * 10, tree)
