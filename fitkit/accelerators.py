@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -41,15 +42,18 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta", "xla")
 
 
-@contextlib.contextmanager
-def current(device: torch.device) -> Iterator[None]:
+def current(device: torch.device) -> AbstractContextManager[None]:
     """Make a device the current one within the block, and the caller's again at its end.
 
     So `.cuda()`, kernels that others compile, and streams without a name mean this device.
     """
     if device.type in WITHOUT_INDEX or not is_accelerator(device):
-        yield
-        return
+        return contextlib.nullcontext()
+    return _made_current(device)
+
+
+@contextlib.contextmanager
+def _made_current(device: torch.device) -> Iterator[None]:
     module = torch.get_device_module(device)
     before = module.current_device()
     module.set_device(device.index or 0)

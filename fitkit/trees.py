@@ -27,6 +27,8 @@ def is_inexact(tensor: torch.Tensor) -> bool:
 
 def is_container(tree: object) -> bool:
     """Whether `tree` has children, rather than being a leaf."""
+    if isinstance(tree, torch.Tensor):
+        return False  # what most leaves are; the questions below take longer
     return isinstance(tree, (tuple, list, Mapping)) or _is_record(tree)
 
 
@@ -37,7 +39,7 @@ def _is_record(tree: object) -> bool:
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """`tree` with `function` applied to each leaf; containers keep their types (`rebuilt`)."""
-    if isinstance(tree, torch.Tensor) or not is_container(tree):
+    if not is_container(tree):
         return function(tree)
     return rebuilt(tree, [map_leaves(function, child) for child in children(tree)])
 

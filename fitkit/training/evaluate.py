@@ -451,12 +451,12 @@ class HostCopies:
 
     def take(self, batch: Batch, outcome: Outcome) -> None:
         """Add a batch's outputs."""
-        self.samples += [batch.samples]
+        self.samples.append(batch.samples)
         self.add(outcome.outputs)
 
     def skip(self) -> None:
         """Add `NoRows` in place of the outputs of a batch without rows."""
-        self.samples += [0]
+        self.samples.append(0)
         self.add(NoRows)
 
     def add(self, output: Any) -> None:

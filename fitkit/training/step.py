@@ -267,14 +267,15 @@ class CompiledStep:
         """The outcome of a batch with these outputs, after the first batch's checks."""
         loss, sequences = self.loss, self._sequences
         if loss is None:
-            return Outcome(None, outputs=outputs if sequences is None else sequences.join(outputs))
+            whole = outputs if sequences is None else sequences.join(outputs)
+            return Outcome(None, None, (), whole)
         # Compute the loss if the outputs' shape changes. A misfit then fails by itself, before it
         # is joined with other batches.
         if self._joins is not None:
             if outputs.shape != self._joins:
                 loss(outputs, y)
                 self._joins = outputs.shape
-            return Outcome(None, outputs=outputs, target=y, weight=weight)
+            return Outcome(None, None, (), outputs, y, weight)
         own, ranks = loss.own, self._ranks
         if self.may_count and own is not None and ranks is not None and not own.is_decided:
             own.count(outputs, y)
