@@ -10,17 +10,24 @@ from fitkit.extras.loggers.lightning import (
 from fitkit.extras.loggers.services import MLflow, WandB
 from fitkit.extras.loggers.tensorboard import TensorBoard
 from fitkit.extras.loggers.text import CSV, JSONLines
+from fitkit.extras.loggers.trackers import Aim, ClearML, Comet, SwanLab, Tracker, Trackio
 from fitkit.registry import imported_on_demand
 
 __all__ = [
     "CSV",
+    "Aim",
     "CSVLogger",
+    "ClearML",
+    "Comet",
     "JSONLines",
     "Logger",
     "MLFlowLogger",
     "MLflow",
+    "SwanLab",
     "TensorBoard",
     "TensorBoardLogger",
+    "Tracker",
+    "Trackio",
     "WandB",
     "WandbLogger",
 ]

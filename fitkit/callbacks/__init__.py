@@ -97,8 +97,13 @@ __all__ = [
 
 for _home, _name in _OF_EXTRAS.items():
     CALLBACKS.promise(_home, _name)
-for _home in ("services:MLflow", "services:WandB", "text:CSV", "text:JSONLines"):
-    CALLBACKS.promise(f"fitkit.extras.loggers.{_home}", _home.partition(":")[2])
+for _home, _names in {
+    "services": ("MLflow", "WandB"),
+    "text": ("CSV", "JSONLines"),
+    "trackers": ("Aim", "ClearML", "Comet", "SwanLab", "Trackio"),
+}.items():
+    for _name in _names:
+        CALLBACKS.promise(f"fitkit.extras.loggers.{_home}:{_name}", _name)
 for _name in __all__:
     if isinstance(_kind := globals().get(_name), type) and _kind not in (Callback, CallbackList):
         CALLBACKS.add(_name, _kind)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,25 @@ from fitkit.seams import (
     writable,
 )
 
+Unit = Literal["batches", "updates"]
+
 READ_EVERY = 100
 """The most batches whose losses stay on the device until one read fetches them all."""
+
+
+class Moment(NamedTuple):
+    """Batches of an epoch that are logged together.
+
+    Attributes:
+        first, last: the first and the last one's number in the epoch.
+        step: the step after the last.
+        rate: the learning rate of the last.
+    """
+
+    first: int
+    last: int
+    step: int
+    rate: float
 
 
 class Logger(Callback):
@@ -42,8 +59,13 @@ class Logger(Callback):
             so far and the values of `self.log`. This computes all metrics and reads the device.
             With n = 1 it does so at each step, and a small net may take several times as long.
             `"batch"` logs each batch's loss and rate only, and reads the device every 100 batches.
+        step: what the steps count, and a number n of `update_freq`. `"batches"` (default) counts
+            training batches, from 0 at each new training. `"updates"` counts the updates of
+            `model.global_step`, as Lightning and transformers do: with accumulation several batches
+            make one, each of several optimizers counts, and a further `fit` continues the count.
 
     Attributes:
+        counts_updates: whether the steps count updates.
         resumes: whether the training continues with a later epoch than the first.
         run_id: the id of the run at the logger's service, if there is one. Checkpoints keep it, so
             that a resumed training continues its run.
@@ -60,14 +82,15 @@ class Logger(Callback):
         [...'loss'...]
 
     Raises:
-        ArgumentTypeError, ConfigurationError: `update_freq` is invalid.
+        ArgumentTypeError, ConfigurationError: `update_freq` or `step` is invalid.
     """
 
     stops_alike = True
     comes_last = True  # to log what all other callbacks add to an epoch's logs
 
-    def __init__(self, update_freq: str | int = "epoch") -> None:
+    def __init__(self, update_freq: str | int = "epoch", step: Unit = "batches") -> None:
         self.update_freq = update_freq
+        self.counts_updates: bool = _counts_updates(step)
         self.resumes: bool = False
         self.run_id: str | None = None
         self._every = _every(update_freq)
@@ -93,7 +116,7 @@ class Logger(Callback):
 
         Args:
             values: an epoch's logs, or those of a batch, whose names begin with `batch_`.
-            step: the number of training batches so far, over all epochs.
+            step: the number of training batches so far, over all epochs; or of updates.
             epoch: the epoch's number, from 0; None for a batch's values.
         """
         raise NotImplementedError(f"{type(self).__name__} must define log_scalars.")
@@ -132,6 +155,13 @@ class Logger(Callback):
 
     @property
     def step(self) -> int:
+        """The number of training batches so far, over all epochs; or of updates."""
+        if not self.counts_updates:
+            return self._batches
+        return self.model.global_step if hasattr(self, "model") else 0
+
+    @property
+    def _batches(self) -> int:
         """The number of training batches so far, over all epochs."""
         model = getattr(self, "model", None)
         run = None if model is None else run_of(model)
@@ -142,7 +172,7 @@ class Logger(Callback):
     @property
     def next_step(self) -> int:
         """The first step that isn't logged yet: a resumed training writes from there."""
-        return (self._before + self._waiting[0][0] if self._waiting else self.step) + 1
+        return self._waiting[0].step if self._waiting else self.step + 1
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         first, steps = self.params.get("initial_epoch") or 0, self.params.get("steps")
@@ -157,11 +187,14 @@ class Logger(Callback):
         """Start to count an epoch's batches, after that many steps."""
         self._before, self._epoch, self._made = step, epoch, 0
         self._batch_losses = BatchLosses()
-        self._waiting: list[tuple[int, float]] = []  # steps not yet logged, and their rates
+        self._first = 0  # the first batch of the next moment to log
+        self._last, self._seen = -1, step  # the last batch, and the step after it
+        self._waiting: list[Moment] = []
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         if epoch != self._epoch:
             self._count_from(self._before + self._made, epoch)
+        self._seen = self.step
         # Not when fit begins: only a checkpoint says which run this is, and it is loaded by now.
         if self.model.is_global_zero and not self._is_open:
             self._error = None
@@ -174,31 +207,42 @@ class Logger(Callback):
         if not self.model.is_global_zero:
             return
         self._batch_losses.add(batch, logs)
-        if (self._before + batch + 1) % self._every:
+        if not self._reaches(batch):
             return
-        self._waiting.append((batch, rate_of(self.model)))
         if self.update_freq != "batch":
             self._log_waiting({f"batch_{name}": value for name, value in scalars(logs).items()})
         elif len(self._waiting) >= READ_EVERY:
             self._log_waiting({})
 
+    def _reaches(self, batch: int) -> bool:
+        """Note the moment after a batch, if it is one to log, and say whether it is."""
+        step = self.step if self.counts_updates else self._before + batch + 1
+        seen, self._seen, self._last = self._seen, step, batch
+        if step // self._every == seen // self._every:
+            return False
+        self._waiting.append(Moment(self._first, batch, step, rate_of(self.model)))
+        self._first = batch + 1
+        return True
+
     def _log_waiting(self, running: dict[str, float]) -> None:
         """Log the waiting losses and rates. `running` has further values."""
         losses = dict(self._batch_losses.take())
         waiting, self._waiting = self._waiting, []
-        for batch, rate in waiting:
-            near = range(batch - self._every + 1, batch + 1)
-            found = [losses[one] for one in near if one in losses]
+        for moment in waiting:
+            batches = range(moment.first, moment.last + 1)
+            found = [losses[one] for one in batches if one in losses]
             counted = [loss for loss in found if loss is not EMPTY_MEAN]
             mean = {"batch_loss": EMPTY_MEAN} if found else {}
             if counted:
                 mean["batch_loss"] = sum(counted) / len(counted)
-            values = {**running, **mean, "batch_learning_rate": rate}
-            self.log_scalars(values, self._before + batch + 1, None)
+            values = {**running, **mean, "batch_learning_rate": moment.rate}
+            self.log_scalars(values, moment.step, None)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
-        self._made = self.step - self._before
+        self._made = self._batches - self._before
         if self.model.is_global_zero:
+            if self._every and self.counts_updates:
+                self._reaches(self._last)  # an epoch ends with an update of what is left over
             self._log_waiting({})
             self.log_scalars(scalars(logs), self.step, epoch)
 
@@ -219,19 +263,20 @@ class Logger(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {
             "before": self._before,
-            "step": self.step,
+            "step": self._batches,
             "epoch": self._epoch,
             "run_id": self.run_id or "",
             "losses": self._batch_losses.state(),
-            "waiting": [[batch, rate] for batch, rate in self._waiting],
+            "first": self._first,
+            "waiting": [list(moment) for moment in self._waiting],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._count_from(state["before"], state["epoch"])
         self._made = state["step"] - state["before"]
-        if "waiting" in state:  # batches that the next read of the device logs
-            self._batch_losses.restore(state["losses"])
-            self._waiting = [(int(batch), float(rate)) for batch, rate in state["waiting"]]
+        self._batch_losses.restore(state["losses"])
+        self._first = int(state["first"])
+        self._waiting = [Moment(*map(int, at), float(rate)) for *at, rate in state["waiting"]]
         self.run_id = state["run_id"] or None
         self.resumes = True
 
@@ -254,6 +299,13 @@ def _every(update_freq: object) -> int:
         )
     check_count("update_freq", update_freq)
     return int(update_freq)
+
+
+def _counts_updates(step: object) -> bool:
+    """Whether steps count updates, as the argument `step` says."""
+    if step not in ("batches", "updates"):
+        raise ConfigurationError(f"step={step!r} must be 'batches' or 'updates'.")
+    return step == "updates"
 
 
 def scalars(logs: Logs) -> dict[str, float]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from fitkit.arguments import check_flag, describe
 from fitkit.errors import ArgumentTypeError
+from fitkit.extras.loggers.base import Unit
 from fitkit.extras.loggers.services import MLflow, WandB
 from fitkit.extras.loggers.tensorboard import TensorBoard
 from fitkit.extras.loggers.text import CSV
@@ -50,6 +51,7 @@ class TensorBoardLogger(TensorBoard):
         version: a number, or a folder's name. None (default) takes the next free number.
         log_graph: whether to write the net's modules. Default False.
         update_freq: when to log; see `Logger`.
+        step: what the steps count: `"updates"` (default) or `"batches"`; see `Logger`.
 
     Example:
         >>> import fitkit
@@ -64,9 +66,10 @@ class TensorBoardLogger(TensorBoard):
         log_graph: bool = False,
         *,
         update_freq: str | int = "epoch",
+        step: Unit = "updates",
     ) -> None:
         folder = _folder(save_dir, name, version)
-        super().__init__(folder, write_graph=log_graph, update_freq=update_freq)
+        super().__init__(folder, write_graph=log_graph, update_freq=update_freq, step=step)
 
     def log_scalars(self, values: dict[str, float], step: int, epoch: int | None) -> None:
         super().log_scalars(values, step, epoch)
@@ -94,6 +97,7 @@ class CSVLogger(CSV):
         name: a folder in it, or None. Default `"lightning_logs"`.
         version: a number, or a folder's name. None (default) takes the next free number.
         update_freq: when to write; see `Logger`.
+        step: what the steps count: `"updates"` (default) or `"batches"`; see `Logger`.
 
     Example:
         >>> import torch, fitkit
@@ -112,9 +116,10 @@ class CSVLogger(CSV):
         version: int | str | None = None,
         *,
         update_freq: str | int = "epoch",
+        step: Unit = "updates",
     ) -> None:
         self.log_dir: Path | str = _folder(save_dir, name, version)
-        super().__init__(os.path.join(self.log_dir, "metrics.csv"), update_freq)
+        super().__init__(os.path.join(self.log_dir, "metrics.csv"), update_freq, step=step)
 
     def start(self) -> None:
         if isinstance(self.log_dir, str):
@@ -133,6 +138,7 @@ class WandbLogger(WandB):
         offline: whether to write files only, which `wandb sync` can send later. Default False.
         project: the project's name. None uses wandb's default.
         update_freq: when to log; see `Logger`.
+        step: what the steps count: `"updates"` (default) or `"batches"`; see `Logger`.
         **options: any other argument of `wandb.init`.
 
     Example:
@@ -148,12 +154,13 @@ class WandbLogger(WandB):
         project: str | None = None,
         *,
         update_freq: str | int = "epoch",
+        step: Unit = "updates",
         **options: Any,
     ) -> None:
         check_flag("offline", offline)
         given = {"name": name, "dir": save_dir, "mode": "offline" if offline else None}
         given = {key: value for key, value in given.items() if value is not None}
-        super().__init__(project, update_freq, **{**given, **options})
+        super().__init__(project, update_freq, step=step, **{**given, **options})
 
 
 class MLFlowLogger(MLflow):
@@ -165,6 +172,7 @@ class MLFlowLogger(MLflow):
         tracking_uri: the server or database. None uses MLflow's own setting, else `save_dir`.
         save_dir: a folder instead of `tracking_uri`. Default None.
         update_freq: when to log; see `Logger`.
+        step: what the steps count: `"updates"` (default) or `"batches"`; see `Logger`.
 
     Example:
         >>> import fitkit
@@ -179,7 +187,8 @@ class MLFlowLogger(MLflow):
         save_dir: str | None = None,
         *,
         update_freq: str | int = "epoch",
+        step: Unit = "updates",
     ) -> None:
         if tracking_uri is None and save_dir is not None:
             tracking_uri = f"file:{checked_path(save_dir, 'save_dir')}"
-        super().__init__(experiment_name, run_name, tracking_uri, update_freq)
+        super().__init__(experiment_name, run_name, tracking_uri, update_freq, step=step)

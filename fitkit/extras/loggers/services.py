@@ -10,7 +10,7 @@ from typing import Any
 
 from fitkit.arguments import describe
 from fitkit.errors import ArgumentTypeError, missing_package
-from fitkit.extras.loggers.base import Logger, pixels
+from fitkit.extras.loggers.base import Logger, Unit, pixels
 from fitkit.registry import did_you_mean
 from fitkit.seams import beside
 
@@ -28,6 +28,7 @@ class WandB(Logger):
     Args:
         project: the project's name. None uses wandb's default.
         update_freq: when to log; see `Logger`.
+        step: what the steps count: `"batches"` (default) or `"updates"`; see `Logger`.
         **options: any other argument of `wandb.init`: `name`, `mode`, `dir`, `tags`, `group`, …
 
     Example:
@@ -40,9 +41,14 @@ class WandB(Logger):
     """
 
     def __init__(
-        self, project: str | None = None, update_freq: str | int = "epoch", **options: Any
+        self,
+        project: str | None = None,
+        update_freq: str | int = "epoch",
+        *,
+        step: Unit = "batches",
+        **options: Any,
     ) -> None:
-        super().__init__(update_freq)
+        super().__init__(update_freq, step)
         if project is not None and not isinstance(project, str):
             raise ArgumentTypeError(f"project={describe(project)} must be a string.")
         accepted = [
@@ -116,6 +122,7 @@ class MLflow(Logger):
             own setting (`MLFLOW_TRACKING_URI`). For a folder, such as `"file:runs"`, MLflow 3
             requires MLFLOW_ALLOW_FILE_STORE=true.
         update_freq: when to log; see `Logger`.
+        step: what the steps count: `"batches"` (default) or `"updates"`; see `Logger`.
 
     Example:
         >>> import fitkit
@@ -132,8 +139,10 @@ class MLflow(Logger):
         run_name: str | None = None,
         tracking_uri: str | None = None,
         update_freq: str | int = "epoch",
+        *,
+        step: Unit = "batches",
     ) -> None:
-        super().__init__(update_freq)
+        super().__init__(update_freq, step)
         given = {"experiment": experiment, "run_name": run_name, "tracking_uri": tracking_uri}
         for name, value in given.items():
             if value is not None and (not isinstance(value, str) or not value):

@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from fitkit.arguments import check_count, check_flag, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError, missing_package
-from fitkit.extras.loggers.base import Logger, pixels
+from fitkit.extras.loggers.base import Logger, Unit, pixels
 from fitkit.random_states import random_state, set_random_state
 from fitkit.registry import did_you_mean
 from fitkit.seams import Logs, check_writable, checked_place, make_folder, parent, uploading
@@ -55,6 +55,7 @@ class TensorBoard(Logger):
             the graph has no arrows.
         write_steps_per_second: whether to write `epoch_steps_per_second`. Default False.
         update_freq: `"epoch"` (default), `"batch"` or a number of batches; see `Logger`.
+        step: what the steps count: `"batches"` (default) or `"updates"`; see `Logger`.
 
     Example:
         >>> import fitkit
@@ -75,10 +76,12 @@ class TensorBoard(Logger):
         write_graph: bool = True,
         write_steps_per_second: bool = False,
         update_freq: str | int = "epoch",
+        *,
+        step: Unit = "batches",
         **other: Any,
     ) -> None:
         _refuse(other)
-        super().__init__(update_freq)
+        super().__init__(update_freq, step)
         self.log_dir: Path | str = checked_place(log_dir, "log_dir")
         check_count("histogram_freq", histogram_freq, minimum=0)
         check_flag("write_graph", write_graph)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fitkit.arguments import check_flag
-from fitkit.extras.loggers.base import Logger
+from fitkit.extras.loggers.base import Logger, Unit
 from fitkit.seams import JSONLinesFile, Table, TextFile, as_json, checked_place, replace_text
 
 
@@ -25,8 +25,9 @@ class _TextLogger(Logger):
         update_freq: str | int = "epoch",
         *,
         append: bool = False,
+        step: Unit = "batches",
     ) -> None:
-        super().__init__(update_freq)
+        super().__init__(update_freq, step)
         self.path: Path | str = checked_place(path)
         check_flag("append", append)
         self.append = append
@@ -54,6 +55,7 @@ class CSV(_TextLogger):
         update_freq: when to write; see `Logger`.
         append: whether a new training also continues an existing table. Default False: it starts
             the file again.
+        step: what the steps count: `"batches"` (default) or `"updates"`; see `Logger`.
 
     Example:
         >>> import torch, fitkit
@@ -96,6 +98,7 @@ class JSONLines(_TextLogger):
         update_freq: when to write; see `Logger`.
         append: whether a new training also continues an existing file. Default False: it starts
             the file again.
+        step: what the steps count: `"batches"` (default) or `"updates"`; see `Logger`.
 
     Example:
         >>> import torch, fitkit

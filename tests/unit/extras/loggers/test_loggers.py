@@ -23,8 +23,8 @@ X, Y = regression(20, 2)
 class Keeps(loggers.Logger):
     """A logger as one writes it: it keeps all in lists."""
 
-    def __init__(self, update_freq="epoch"):
-        super().__init__(update_freq)
+    def __init__(self, update_freq="epoch", step="batches"):
+        super().__init__(update_freq, step)
         self.told = []
 
     def start(self):
@@ -54,10 +54,10 @@ def fit(model, *loggers_, epochs=2, **options):
     )
 
 
-def plain_losses(epochs):
+def plain_losses(epochs, learning_rate=0.1):
     """Each batch's loss and the epochs' means, by plain PyTorch."""
     net = compiled().net
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=learning_rate)
     losses = []
     for batch in reference.slices(X, Y, 4) * epochs:
         losses += reference.plain_loop(net, optimizer, [batch], loss=torch.nn.functional.mse_loss)
@@ -89,6 +89,44 @@ def test_between_epochs_it_is_told_the_mean_loss_of_the_last_batches(every):
     assert all(v["batch_learning_rate"] == 0.1 for _, _, v in logger.records(of_epochs=False))
     steps = [t[0] for t in logger.told if len(t) == 3]
     assert steps == sorted(steps)
+
+
+def test_steps_may_count_updates_which_accumulate_batches():
+    """An epoch of five batches makes updates of two, two and one. A further fit continues."""
+    logger = Keeps(2, "updates")
+    model = compiled(accumulate_grad_batches=2, learning_rate=0.0)
+    fit(model, logger)
+    fit(model, logger, epochs=1)
+    losses = plain_losses(1, learning_rate=0.0)
+    first, second, last = sum(losses[:2]) / 2, sum(losses[2:4]) / 2, losses[4]
+    found = [(step, values["batch_loss"]) for step, _, values in logger.records(of_epochs=False)]
+    expected = {
+        2: sum(losses[:4]) / 4,
+        4: first,
+        6: (2 * second + last) / 3,
+        8: sum(losses[:4]) / 4,
+    }
+    assert found == [(step, pytest.approx(loss)) for step, loss in expected.items()]
+    assert [t[:2] for t in logger.records(of_epochs=True)] == [(3, 0), (6, 1), (9, 0)]
+    assert logger.step == model.global_step == 9
+
+
+def test_each_of_several_optimizers_makes_updates_that_steps_count():
+    class Two(fitkit.Model):
+        def training_step(self, batch, batch_idx, optimizer_idx):
+            return super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD([p], 0.1) for p in self.net.parameters()]
+
+    logger = Keeps(4, "updates")
+    model = Two(linear(2, 1))
+    model.compile(loss="mse")
+    fit(model, logger)
+    assert [t[0] for t in logger.records(of_epochs=False)] == [4, 8, 12, 16, 20]
+    assert [t[0] for t in logger.records(of_epochs=True)] == [10, 20]
+    with pytest.raises(ConfigurationError, match="'batches' or 'updates'"):
+        Keeps(step="epochs")
 
 
 def test_each_batchs_loss_costs_no_look_at_the_device(monkeypatch):
@@ -158,8 +196,9 @@ def test_other_ranks_write_nothing(monkeypatch):
     assert (logger.step, logger.state_dict()["epoch"]) == (10, 1)
 
 
+@pytest.mark.parametrize("step", ["batches", "updates"])
 @pytest.mark.parametrize("made", [loggers.CSV, loggers.JSONLines])
-def test_a_resumed_training_has_the_rows_of_a_whole_one(made, tmp_path):
+def test_a_resumed_training_has_the_rows_of_a_whole_one(made, step, tmp_path):
     """Cut in the middle of the second epoch, after rows that the checkpoint doesn't know."""
 
     class Cuts(callbacks.Callback):
@@ -167,12 +206,16 @@ def test_a_resumed_training_has_the_rows_of_a_whole_one(made, tmp_path):
             if self.model.current_epoch == 1 and batch == 3:
                 raise KeyboardInterrupt
 
-    saver = callbacks.ModelCheckpoint(tmp_path / "s{step}.h5", every_n_train_steps=7)
+    def train(path, *given, **options):
+        model = compiled(accumulate_grad_batches=2)
+        fit(model, made(path, "batch", step=step), *given, epochs=3, **options)
+
+    saver = callbacks.ModelCheckpoint(tmp_path / "s.h5", every_n_train_steps=7)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    fit(compiled(), made(whole, "batch"), epochs=3)
+    train(whole)
     with pytest.raises(KeyboardInterrupt):
-        fit(compiled(), made(cut, "batch"), saver, Cuts(), epochs=3)
-    fit(compiled(), made(cut, "batch"), epochs=3, resume_from=tmp_path / "s7.h5")
+        train(cut, saver, Cuts())
+    train(cut, resume_from=tmp_path / "s.h5")
     assert cut.read_text() == whole.read_text()
 
 
