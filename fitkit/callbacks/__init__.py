@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fitkit.extras.profiler import Profiler
     from fitkit.extras.ray_train import RayTrainReport
     from fitkit.extras.resources import DeviceStatsMonitor, ThroughputMonitor, Timer
+    from fitkit.extras.run_folder import RunFolder
     from fitkit.extras.watches import (
         DetectLossSpike,
         DetectNonFinite,
@@ -42,6 +43,7 @@ _OF_EXTRAS = {
         "fitkit.extras.loggers.tensorboard": ("TensorBoard",),
         "fitkit.extras.profiler": ("Profiler",),
         "fitkit.extras.ray_train": ("RayTrainReport",),
+        "fitkit.extras.run_folder": ("RunFolder",),
         "fitkit.extras.resources": ("DeviceStatsMonitor", "ThroughputMonitor", "Timer"),
         "fitkit.extras.watches": (
             "DetectLossSpike",
@@ -86,6 +88,7 @@ __all__ = [
     "ProgressBar",
     "RayTrainReport",
     "ReduceLROnPlateau",
+    "RunFolder",
     "StochasticWeightAveraging",
     "SwapEMAWeights",
     "TensorBoard",

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from fitkit.extras.inspection import clean, holds_checkpoints
+from fitkit.extras.run_folder import RESUME, read_record
 from fitkit.seams import OpenWeights, decode_state, open_stored, open_weights, refusals, weights_in
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ class Difference:
     """One thing in which two files differ.
 
     Attributes:
-        part: `"versions"`, `"settings"`, `"rates"`, `"seeds"`, `"data"`, `"progress"` or
-            `"history"`.
+        part: `"versions"`, `"settings"`, `"rates"`, `"seeds"`, `"data"`, `"progress"`,
+            `"history"`, or `"environment"` of runs' folders.
         name: of the thing.
         one, other: what each file has; `"–"` where it has none. Of the history there is the first
             epoch that differs.
@@ -99,7 +100,7 @@ class Comparison:
     def summary(self) -> str:
         """One sentence on why."""
         parts = list(dict.fromkeys(found.part for found in self.differences))
-        causes = [part for part in parts if part not in ("progress", "history")]
+        causes = [part for part in parts if part not in ("progress", "history", "environment")]
         if not self.has_states:
             return "Weights alone are compared: at least one of both files holds nothing else."
         if self.same:
@@ -179,7 +180,10 @@ def _differences(facts: Facts, others: Facts) -> list[Difference]:
 
 
 def _opened(path: str | os.PathLike[str], files: contextlib.ExitStack) -> tuple[OpenWeights, Facts]:
-    """A file's weights, and what it says beside them."""
+    """A file's weights, and what it says beside them; of a run's folder, its newest checkpoint."""
+    record = read_record(path) if os.path.isdir(path) else None
+    if record is not None:
+        path = os.path.join(path, RESUME)
     name = os.fspath(path)
     if not holds_checkpoints(path):
         return files.enter_context(open_weights(path)), {}
@@ -199,6 +203,8 @@ def _opened(path: str | os.PathLike[str], files: contextlib.ExitStack) -> tuple[
         (part, key): _text(value)
         for part, key, value in _facts(stored.document.get("software"), state)
     }
+    for key, value in _dict(_dict(record).get("environment")).items():
+        facts["environment", str(key)] = _text(value)
     return weights_in(name, stored), facts
 
 

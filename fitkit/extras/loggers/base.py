@@ -188,7 +188,7 @@ class Logger(Callback):
         self._before, self._epoch, self._made = step, epoch, 0
         self._batch_losses = BatchLosses()
         self._first = 0  # the first batch of the next moment to log
-        self._last, self._seen = -1, step  # the last batch, and the step after it
+        self._last_batch, self._seen = -1, step  # the last batch, and the step after it
         self._waiting: list[Moment] = []
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -217,7 +217,7 @@ class Logger(Callback):
     def _reaches(self, batch: int) -> bool:
         """Note the moment after a batch, if it is one to log, and say whether it is."""
         step = self.step if self.counts_updates else self._before + batch + 1
-        seen, self._seen, self._last = self._seen, step, batch
+        seen, self._seen, self._last_batch = self._seen, step, batch
         if step // self._every == seen // self._every:
             return False
         self._waiting.append(Moment(self._first, batch, step, rate_of(self.model)))
@@ -242,7 +242,7 @@ class Logger(Callback):
         self._made = self._batches - self._before
         if self.model.is_global_zero:
             if self._every and self.counts_updates:
-                self._reaches(self._last)  # an epoch ends with an update of what is left over
+                self._reaches(self._last_batch)  # an epoch ends with an update of what is left over
             self._log_waiting({})
             self.log_scalars(scalars(logs), self.step, epoch)
 
@@ -276,7 +276,10 @@ class Logger(Callback):
         self._made = state["step"] - state["before"]
         self._batch_losses.restore(state["losses"])
         self._first = int(state["first"])
-        self._waiting = [Moment(*map(int, at), float(rate)) for *at, rate in state["waiting"]]
+        self._waiting = [
+            Moment(int(first), int(last), int(step), float(rate))
+            for first, last, step, rate in state["waiting"]
+        ]
         self.run_id = state["run_id"] or None
         self.resumes = True
 

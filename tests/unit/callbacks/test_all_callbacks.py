@@ -16,7 +16,7 @@ from tests.nets import dense, regression
 
 X, Y = regression(20, 2)
 
-ABSTRACT = {"Callback", "CallbackList"}
+ABSTRACT = {"Callback", "CallbackList", "RunFolder"}  # a list of callbacks, most of them here
 NEEDED = {
     "BackboneFinetuning": {"backbone": "0", "unfreeze_backbone_at_epoch": 1},
     "BackupAndRestore": {"backup_dir": "backup"},
