@@ -257,7 +257,10 @@ class Model(Module):
                 `ReduceLROnPlateau` watches). Without an interval, `OneCycleLR` and `CyclicLR` move
                 at each update and all others once per epoch. Names that need the training's length
                 (`"cosine"`, `"one_cycle"`, `"polynomial"`) get it from each `fit` and start again
-                with it. All others continue over several fits.
+                with it. So do `"warmup_cosine"`, `"warmup_linear"`, `"warmup_polynomial"`,
+                `"warmup_constant"` and `"warmup_stable_decay"`, which move at each update. The
+                dict may give their `"warmup"` (a part of the training, default 0.05) and their
+                `"floor"` (a part of the rate, default 0). All others continue over several fits.
             devices: which devices to use: a number, a list of indices or `"auto"` (default).
             accelerator: `"auto"` (default), `"cpu"`, `"gpu"` (whichever there is), or a type
                 that torch knows: `"cuda"`, `"mps"`, `"xpu"`, `"hpu"`, `"npu"`, `"xla"`, ….

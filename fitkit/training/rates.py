@@ -25,7 +25,7 @@ from fitkit.training.own_step import Step
 from fitkit.training.settings import FitArguments
 from fitkit.typing import PlainData, Values
 
-LENGTHS = ("T_max", "total_steps", "total_iters")
+LENGTHS = ("T_max", "total_steps", "total_iters", "total_updates")
 """The entries of a scheduler's state that give its length."""
 
 
@@ -120,11 +120,16 @@ class Rates:
         self._data_ranks: Collectives = compilation.strategy.data_ranks
         factor = state.scale_rates(compilation.given.scale_lr, self._data_ranks.world_size)
         resumed = arguments.resumed
-        length = _warm_up_length(compilation.given.warmup_epochs, updates)
+        given, choice = compilation.given.warmup_epochs, compilation.scheduler
+        part = choice.warmup_part if choice is not None and given is None else 0.0
+        if part:
+            length = _part_of_training(part, arguments.epochs, updates)
+        else:
+            length = _warm_up_length(given, updates)
         done = arguments.initial_epoch * (updates or 0) + before
         if resumed is not None and resumed.warm_up is not None:
             done = round(resumed.warm_up["done"] * resumed.shares / self._data_ranks.world_size)
-        elif resumed is not None:  # it is over, or never was
+        elif resumed is not None and not part:  # it is over, or never was
             length = min(length, done)
         span = Span(arguments.epochs, updates, length, arguments.initial_epoch, before)
         self._schedulers: list[PlannedScheduler] = schedulers_for(
@@ -298,6 +303,21 @@ def _warm_up_length(epochs: float | None, updates: int | None) -> int:
             "steps_per_epoch=…"
         )
     return max(1, round(epochs * updates))
+
+
+def _part_of_training(part: float, epochs: int, updates: int | None) -> int:
+    """The updates of a warm-up that is a part of the training. One update is left for the rest.
+
+    Raises:
+        ConfigurationError: the training's length is unknown.
+    """
+    if updates is None:
+        raise ConfigurationError(
+            f"A warm-up of {part:g} of the training needs its length, but x has none. Give fit "
+            "steps_per_epoch=…",
+            code="FK032",
+        )
+    return min(round(part * epochs * updates), epochs * updates - 1)
 
 
 def _value_in(logs: Values, names: tuple[str, ...]) -> float | None:
