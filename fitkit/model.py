@@ -26,6 +26,7 @@ from fitkit.compilation import (
     is_given,
     without_gpus,
 )
+from fitkit.data.sources import check_is_one_set
 from fitkit.distributed.launchers import InlineLauncher, Launcher
 from fitkit.distributed.precision import Precision
 from fitkit.distributed.strategies import Strategy
@@ -430,8 +431,9 @@ class Model(Module):
             callbacks: a callback or a list of callbacks.
             validation_split: the fraction at the end of the data to validate on. It is cut off
                 before shuffling. Default 0.
-            validation_data: `(x, y)`, `(x, y, sample_weight)`, a loader or a Dataset. It overrides
-                `validation_split`.
+            validation_data: `(x, y)`, `(x, y, sample_weight)`, a loader or a Dataset. Or a dict of
+                several of them by name: `{"day": a, "night": b}` logs `val_day_loss`, …. It
+                overrides `validation_split`.
             shuffle: whether arrays and Datasets are read in a new order each epoch (default).
                 `"batch"` shuffles only within each batch.
             class_weight: a dict from class number to weight, used for training only. Classes that
@@ -565,6 +567,9 @@ class Model(Module):
             steps=steps,
             callbacks=callbacks,
         )
+        given = self._fitkit.compilation.given
+        if y is None and given.loss is not None and given.target is None:
+            check_is_one_set(x)
         with computing(self, "evaluate"):
             arguments = _prepared(self, arguments)
             values = self._launcher().launch("evaluate", run_evaluate, self, arguments)

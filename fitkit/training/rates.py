@@ -227,11 +227,11 @@ class Rates:
     def _validates_later(self, epoch: int) -> bool:
         """Whether there are validations, but none after this epoch."""
         arguments = self._arguments
-        return arguments.held_out is not None and not arguments.validates_after(epoch)
+        return bool(arguments.held_out) and not arguments.validates_after(epoch)
 
     def _names_for(self, plan: PlannedScheduler) -> tuple[str, str]:
         """The names, as callbacks' `monitor` has them, of what a scheduler watches at epochs."""
-        watched = plan.monitor or ("loss" if self._arguments.held_out is None else "val_loss")
+        watched = plan.monitor or ("val_loss" if self._arguments.held_out else "loss")
         return watched, f"{watched}_epoch"
 
     def _follow_step(self, plan: PlannedScheduler) -> None:
