@@ -52,6 +52,7 @@ class Span:
     Attributes:
         epochs: the epochs of the training.
         updates: the updates of an epoch; None if unknown.
+        changes: the epochs from which on an epoch has other numbers of updates, and the numbers.
         warm_up: the updates of the warm-up. Schedulers wait for its end.
         epoch: how many epochs are over.
         update: how many updates are over in an epoch that was interrupted.
@@ -62,6 +63,18 @@ class Span:
     warm_up: int = 0
     epoch: int = 0
     update: int = 0
+    changes: tuple[tuple[int, int], ...] = ()
+
+    def updates_before(self, epoch: int) -> int | None:
+        """How many updates come before an epoch; None if that is unknown."""
+        if self.updates is None:
+            return None
+        total, since, number = 0, 0, self.updates
+        for first, changed in self.changes:
+            if first >= epoch:
+                break
+            total, since, number = total + (first - since) * number, first, changed
+        return total + (epoch - since) * number
 
     def moves(self, interval: str) -> int | None:
         """How often a scheduler can move in the whole training; None if that is unknown."""
@@ -74,11 +87,12 @@ class Span:
     def _moves(self, interval: str, epochs: int, updates: int) -> int | None:
         if interval == "epoch":
             # The first move is at the end of the epoch in which the warm-up ends.
-            waits = -(-self.warm_up // self.updates) - 1 if self.warm_up and self.updates else 0
+            waits = 0
+            while (self.updates_before(waits + 1) or self.warm_up) < self.warm_up:
+                waits += 1
             return max(epochs - waits, 0)
-        if self.updates is None:
-            return None
-        return max(epochs * self.updates + updates - self.warm_up, 0)
+        total = self.updates_before(epochs)
+        return None if total is None else max(total + updates - self.warm_up, 0)
 
 
 @dataclasses.dataclass(frozen=True)

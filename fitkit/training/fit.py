@@ -15,6 +15,7 @@ from fitkit.callbacks.base import SHORT_NAMES, overrides
 from fitkit.callbacks.callback_list import report_error
 from fitkit.callbacks.monitor import why_none
 from fitkit.callbacks.progress import with_built_in
+from fitkit.callbacks.rates import GradientAccumulationScheduler
 from fitkit.compilation import Compilation
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import Batch, NoRows, Source, Stream, in_groups
@@ -158,8 +159,11 @@ class Fit:
         if arguments.weights_by_class is not None:
             arguments.weights_by_class.expect(self.source.target, self.collectives.rank)
         self.step.mover.bring_whole(self.source)
-        before = self.steps_before // self.accumulate
-        self.rates: Rates = Rates(model, arguments, self.step, updates, before)
+        sizes = self._accumulation_by_epoch()
+        now = [size for first, size in sizes if first <= arguments.initial_epoch]
+        before = self.steps_before // (now or [self.accumulate])[-1]
+        changes = tuple((first, -(-(steps or 0) // size)) for first, size in sizes)
+        self.rates: Rates = Rates(model, arguments, self.step, updates, before, changes)
         self.update = updates_for(
             model,
             self.context,
@@ -174,6 +178,15 @@ class Fit:
         self.history: History = History()
         self.has_warned_of_non_finite: bool = False
         self.has_warned_of_empty: bool = False
+
+    def _accumulation_by_epoch(self) -> list[tuple[int, int]]:
+        """Epochs from which on a callback sets the batches of an update, and how many."""
+        schedules = [
+            callback.scheduling
+            for callback in self.callbacks
+            if isinstance(callback, GradientAccumulationScheduler)
+        ]
+        return [*schedules[-1].items()] if schedules else []
 
     def all_epochs(self, callbacks: CallbackList) -> None:
         """Train for all epochs, between the first and the last hook."""

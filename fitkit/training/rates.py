@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection
 from functools import partial
 
@@ -104,6 +105,7 @@ class Rates:
         step: computes the batches, and records their values.
         updates: the number of updates in an epoch; None if unknown.
         before: the number of updates that were made before in the first epoch.
+        changes: from which epochs on an epoch has other numbers of updates, and the numbers.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class Rates:
         step: Step,
         updates: int | None,
         before: int = 0,
+        changes: tuple[tuple[int, int], ...] = (),
     ) -> None:
         compilation, state = model._fitkit.compilation, model._fitkit.fit_state
         self._arguments = arguments
@@ -122,16 +125,14 @@ class Rates:
         resumed = arguments.resumed
         given, choice = compilation.given.warmup_epochs, compilation.scheduler
         part = choice.warmup_part if choice is not None and given is None else 0.0
-        if part:
-            length = _part_of_training(part, arguments.epochs, updates)
-        else:
-            length = _warm_up_length(given, updates)
-        done = arguments.initial_epoch * (updates or 0) + before
+        span = Span(arguments.epochs, updates, 0, arguments.initial_epoch, before, changes=changes)
+        length = _part_of_training(part, span) if part else _warm_up_length(given, span)
+        done = (span.updates_before(arguments.initial_epoch) or 0) + before
         if resumed is not None and resumed.warm_up is not None:
             done = round(resumed.warm_up["done"] * resumed.shares / self._data_ranks.world_size)
         elif resumed is not None and not part:  # it is over, or never was
             length = min(length, done)
-        span = Span(arguments.epochs, updates, length, arguments.initial_epoch, before)
+        span = dataclasses.replace(span, warm_up=length)
         self._schedulers: list[PlannedScheduler] = schedulers_for(
             model, span, resumes=resumed is not None
         )
@@ -289,7 +290,7 @@ class Rates:
             warn(f"{problem} The scheduler waits until the logs have it.")
 
 
-def _warm_up_length(epochs: float | None, updates: int | None) -> int:
+def _warm_up_length(epochs: float | None, span: Span) -> int:
     """The updates of a warm-up of so many epochs.
 
     Raises:
@@ -297,27 +298,30 @@ def _warm_up_length(epochs: float | None, updates: int | None) -> int:
     """
     if not epochs:
         return 0
-    if updates is None:
+    whole = int(epochs)
+    before, after = span.updates_before(whole), span.updates_before(whole + 1)
+    if before is None or after is None:
         raise ConfigurationError(
             f"warmup_epochs={epochs} needs an epoch's length, but x has none. Give fit "
             "steps_per_epoch=…"
         )
-    return max(1, round(epochs * updates))
+    return max(1, round(before + (epochs - whole) * (after - before)))
 
 
-def _part_of_training(part: float, epochs: int, updates: int | None) -> int:
+def _part_of_training(part: float, span: Span) -> int:
     """The updates of a warm-up that is a part of the training. One update is left for the rest.
 
     Raises:
         ConfigurationError: the training's length is unknown.
     """
+    updates = span.updates_before(span.epochs)
     if updates is None:
         raise ConfigurationError(
             f"A warm-up of {part:g} of the training needs its length, but x has none. Give fit "
             "steps_per_epoch=…",
             code="FK032",
         )
-    return min(round(part * epochs * updates), epochs * updates - 1)
+    return min(round(part * updates), updates - 1)
 
 
 def _value_in(logs: Values, names: tuple[str, ...]) -> float | None:

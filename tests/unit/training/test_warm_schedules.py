@@ -113,6 +113,39 @@ def test_several_optimizers_that_step_together_end_together():
     assert [optimizer.param_groups[0]["lr"] for optimizer in both] == [0, 0]
 
 
+@pytest.mark.parametrize("warmup_epochs", [None, 1.5])
+def test_a_callback_that_changes_the_accumulation_changes_the_length(tmp_path, warmup_epochs):
+    numbers = {0: 5, 1: 3, 2: 3, 3: 1}  # updates of each epoch, of 5 batches
+    total = sum(numbers.values())
+    warm = round(0.05 * total) if warmup_epochs is None else round(5 + 0.5 * 3)
+    rates, last = expected("warmup_cosine", warm, total)
+
+    class ByUpdate(Watch):
+        """Keeps the rate after each batch, and how many updates were made."""
+
+        def on_train_batch_begin(self, batch, logs):
+            pass
+
+        def on_train_batch_end(self, batch, logs):
+            self.rates.append((self.model.global_step, self.model.optimizer.learning_rate))
+            super().on_train_batch_end(batch, logs)
+
+    def run(watch, **arguments):
+        model = compiled("warmup_cosine", warmup_epochs=warmup_epochs)
+        accumulation = fitkit.callbacks.GradientAccumulationScheduler({1: 2, 3: 5})
+        fit(model, [accumulation, watch], **arguments)
+        return model
+
+    path = tmp_path / "saved.h5"
+    watch, begun, rest = ByUpdate(1), ByUpdate(1, path, (2, 1)), ByUpdate(1)
+    assert run(watch).global_step == total
+    for updates, rate in watch.rates:
+        assert rate == pytest.approx([*rates, last][updates], abs=1e-15), updates
+    run(begun)
+    run(rest, resume_from=path)
+    assert begun.rates + rest.rates == watch.rates
+
+
 def test_a_training_of_one_update_is_not_all_warm_up():
     model, watch = compiled({"scheduler": "warmup_linear", "warmup": 0.9}), Watch(1)
     model.fit(X, Y, batch_size=len(X), epochs=1, callbacks=watch, verbose=0)
