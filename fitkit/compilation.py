@@ -340,6 +340,11 @@ def _check_combinations(given: CompileArguments, anew: Anew) -> None:
             f"an update, and so does accumulate_grad_batches={given.accumulate_grad_batches}. "
             "Leave one of them out (effective_batch_size=None, accumulate_grad_batches=1)."
         )
+    if given.warmup_epochs is not None and isinstance(scheduler, dict) and "warmup" in scheduler:
+        raise ConfigurationError(
+            f"warmup_epochs={given.warmup_epochs} and lr_scheduler's warmup="
+            f"{describe(scheduler['warmup'])} were both given. Leave one of them out."
+        )
     chosen: object = scheduler.get("scheduler") if isinstance(scheduler, dict) else scheduler
     if isinstance(chosen, torch.optim.lr_scheduler.LRScheduler) and (
         all(chosen.optimizer is not own for own in instances_in(optimizer))

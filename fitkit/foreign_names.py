@@ -1,4 +1,4 @@
-"""Names of Keras, Lightning, Accelerate and skorch that fitkit doesn't have, and what to write.
+"""Names of other libraries that fitkit doesn't have, and what to write.
 
 The names stand in `foreign_names.json`, which is read when a name fails. Names that fitkit has,
 too, aren't listed. The error for an unknown argument or attribute ends with a name's sentence, and
@@ -35,7 +35,7 @@ def instead(place: str, name: str) -> str:
     """What to write for a peer's name; empty where nobody has it.
 
     Args:
-        place: a verb's name, `"fitkit.Model"`, or a module's name.
+        place: a verb's name, `"fitkit.Model"`, a module's name, or an argument that takes names.
         name: an argument or attribute that isn't there; of skorch's `module__hidden` what stands
             before the underscores counts.
     """
@@ -87,6 +87,8 @@ def markdown(*peers: str) -> str:
             if peer in peers:
                 is_attribute = place.startswith("fitkit")
                 shown = f"{place}.{name}" if is_attribute else f"{place}({name}=…)"
+                if place == "lr_scheduler":
+                    shown = f'compile({place}="{name}")'
                 shown = shown.replace("fitkit.Model.", "model.")
                 label = f" ({peer})" if peer != peers[0] else ""
                 lines.append(f"| `{shown}`{label} | {sentence} |")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal, SupportsIndex, TypeVar, overload
 
 from torch import nn
@@ -25,6 +26,7 @@ from fitkit.compilation import (
     is_given,
     without_gpus,
 )
+from fitkit.data.sources import check_is_one_set
 from fitkit.distributed.launchers import InlineLauncher, Launcher
 from fitkit.distributed.precision import Precision
 from fitkit.distributed.strategies import Strategy
@@ -43,6 +45,7 @@ from fitkit.training.evaluate import run_evaluate, run_predict
 from fitkit.training.fit import run_fit
 from fitkit.training.jit.net import compile_net
 from fitkit.training.on_batch import KeptSteps, evaluate_batch, fit_batch, predict_batch
+from fitkit.training.predictions import Receiver, check_outside_of_loop, run_streamed
 from fitkit.training.resume import check_data, checkpoint_to_resume
 from fitkit.training.settings import EvaluateArguments, FitArguments
 from fitkit.training.snapshot import load, restored_model, save, save_weights
@@ -257,7 +260,10 @@ class Model(Module):
                 `ReduceLROnPlateau` watches). Without an interval, `OneCycleLR` and `CyclicLR` move
                 at each update and all others once per epoch. Names that need the training's length
                 (`"cosine"`, `"one_cycle"`, `"polynomial"`) get it from each `fit` and start again
-                with it. All others continue over several fits.
+                with it. So do `"warmup_cosine"`, `"warmup_linear"`, `"warmup_polynomial"`,
+                `"warmup_constant"` and `"warmup_stable_decay"`, which move at each update. The
+                dict may give their `"warmup"` (a part of the training, default 0.05) and their
+                `"floor"` (a part of the rate, default 0). All others continue over several fits.
             devices: which devices to use: a number, a list of indices or `"auto"` (default).
             accelerator: `"auto"` (default), `"cpu"`, `"gpu"` (whichever there is), or a type
                 that torch knows: `"cuda"`, `"mps"`, `"xpu"`, `"hpu"`, `"npu"`, `"xla"`, ….
@@ -425,8 +431,9 @@ class Model(Module):
             callbacks: a callback or a list of callbacks.
             validation_split: the fraction at the end of the data to validate on. It is cut off
                 before shuffling. Default 0.
-            validation_data: `(x, y)`, `(x, y, sample_weight)`, a loader or a Dataset. It overrides
-                `validation_split`.
+            validation_data: `(x, y)`, `(x, y, sample_weight)`, a loader or a Dataset. Or a dict of
+                several of them by name: `{"day": a, "night": b}` logs `val_day_loss`, …. It
+                overrides `validation_split`.
             shuffle: whether arrays and Datasets are read in a new order each epoch (default).
                 `"batch"` shuffles only within each batch.
             class_weight: a dict from class number to weight, used for training only. Classes that
@@ -560,6 +567,9 @@ class Model(Module):
             steps=steps,
             callbacks=callbacks,
         )
+        given = self._fitkit.compilation.given
+        if y is None and given.loss is not None and given.target is None:
+            check_is_one_set(x)
         with computing(self, "evaluate"):
             arguments = _prepared(self, arguments)
             values = self._launcher().launch("evaluate", run_evaluate, self, arguments)
@@ -575,6 +585,7 @@ class Model(Module):
         steps: int | None = None,
         callbacks: Callbacks = None,
         as_numpy: Literal[True] = True,
+        out: None = None,
     ) -> NumpyOutput: ...
 
     @overload
@@ -587,6 +598,7 @@ class Model(Module):
         steps: int | None = None,
         callbacks: Callbacks = None,
         as_numpy: Literal[False],
+        out: None = None,
     ) -> TensorOutput: ...
 
     @overload
@@ -598,7 +610,8 @@ class Model(Module):
         verbose: Verbose = "auto",
         steps: int | None = None,
         callbacks: Callbacks = None,
-        as_numpy: bool,
+        as_numpy: bool = True,
+        out: FilePath | Callable[[Any, Any], object] | None = None,
     ) -> Any: ...
 
     @only_known_arguments
@@ -611,6 +624,7 @@ class Model(Module):
         steps: int | None = None,
         callbacks: Callbacks = None,
         as_numpy: bool = True,
+        out: FilePath | Callable[[Any, Any], object] | None = None,
     ) -> Any:
         """Compute the net's outputs for all inputs, in the order of the inputs.
 
@@ -619,9 +633,15 @@ class Model(Module):
             verbose, steps: as in `evaluate`.
             callbacks: callbacks whose predict hooks are called.
             as_numpy: whether to return NumPy arrays (default) or tensors on the CPU.
+            out: where the outputs go as they are computed, so that memory holds a few batches. A
+                `.npy` file is written whole or not at all; for several outputs `scores.npy`
+                becomes `scores.a.npy`, …. A function gets each batch's outputs and the indices of
+                its samples, in order and on rank 0. Default None: the outputs are returned.
 
         Returns:
-            The net's output structure (tensor, tuple, dict), concatenated over the batches.
+            The net's output structure (tensor, tuple, dict), concatenated over the batches. With a
+            file, the array mapped into memory, or a dict of them by the outputs' names. With a
+            function, None.
 
         Example:
             >>> import torch, fitkit
@@ -633,14 +653,64 @@ class Model(Module):
         arguments = EvaluateArguments(
             x=x, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks
         )
+        if out is not None:
+            from fitkit.extras.predictions import receiver_for
+
+            receiver = receiver_for(out, as_numpy=as_numpy)
+            return receiver.returned(self._stream("predict", arguments, receiver))
         with computing(self, "predict"):
             arguments = _prepared(self, arguments)
             outputs = self._launcher().launch("predict", run_predict, self, arguments)
         return trees.to_numpy(outputs) if as_numpy else outputs
 
+    @only_known_arguments
+    def predict_batches(
+        self,
+        x: Data,
+        *,
+        batch_size: int = 32,
+        verbose: Verbose = "auto",
+        steps: int | None = None,
+        callbacks: Callbacks = None,
+        as_numpy: bool = True,
+    ) -> Iterator[Any]:
+        """Iterate over the outputs of the batches, in the order of the inputs.
+
+        A thread computes a few batches ahead, so memory holds no more. Leaving the loop ends it.
+
+        Args:
+            x, batch_size, verbose, steps, callbacks, as_numpy: as in `predict`.
+
+        Returns:
+            An iterator over the outputs of one batch after the other. Its `close()` ends it early.
+
+        Example:
+            >>> import torch, fitkit
+            >>> model = fitkit.Model(torch.nn.Linear(4, 3))
+            >>> x = torch.randn(100, 4)
+            >>> [len(scores) for scores in model.predict_batches(x, verbose=0)]
+            [32, 32, 32, 4]
+        """
+        from fitkit.extras.predictions import read_in_loop
+
+        check_flag("as_numpy", as_numpy)
+        arguments = EvaluateArguments(
+            x=x, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks
+        )
+        check_outside_of_loop(self._fitkit.compilation.strategy)
+        run = partial(self._stream, "predict_batches", arguments)
+        return read_in_loop(run, self._fitkit.compilation.strategy, as_numpy=as_numpy)
+
+    def _stream(self, verb: str, arguments: EvaluateArguments, receiver: Receiver) -> Any:
+        """Predict, and hand the outputs to a receiver as they come; return its result."""
+        with computing(self, verb):
+            arguments = _prepared(self, arguments)
+            return self._launcher().launch(verb, run_streamed, self, arguments, receiver)
+
     def _launcher(self) -> Launcher:
         """What brings a call to every rank. Within a run (in a callback) all ranks are here."""
         strategy = self._fitkit.compilation.strategy
+        check_outside_of_loop(strategy)
         inside = strategy.collectives.world_size > 1
         return InlineLauncher() if inside else strategy.launcher
 
@@ -952,6 +1022,7 @@ class Model(Module):
             >>> model.save("model.h5")
             >>> model.load("model.h5")
         """
+        check_outside_of_loop(self._fitkit.compilation.strategy)
         save(self, path)
 
     @only_known_arguments
@@ -999,6 +1070,7 @@ class Model(Module):
             >>> model.save_weights("weights.safetensors")
         """
         check_flag("trainable_only", trainable_only)
+        check_outside_of_loop(self._fitkit.compilation.strategy)
         save_weights(self, path, trainable_only=trainable_only)
 
     @only_known_arguments

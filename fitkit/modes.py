@@ -65,11 +65,14 @@ class Call(contextlib.AbstractContextManager[list[nn.Module]]):
             if modes.keys().isdisjoint(modules):
                 continue
             if other.thread != self.thread and (self.is_alone or other.is_alone):
+                ending = "until that call ends"
+                if other.verb == "predict_batches":
+                    ending = "until its loop ends (or call its iterator's close())"
                 raise ConfigurationError(
                     f"{self.verb} can't start: another thread runs {other.verb} on this model (or "
                     "on one that shares its layers), and "
                     f"{self.verb if self.is_alone else other.verb} needs the model alone. Wait "
-                    "until that call ends, or give each thread its own model."
+                    f"{ending}, or give each thread its own model."
                 )
             for module, flag in modes.items():
                 holders.setdefault(module, []).append((other, flag))

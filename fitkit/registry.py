@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from fitkit.errors import ConfigurationError
-from fitkit.foreign_names import no_attribute
+from fitkit.foreign_names import instead, no_attribute
 
 Entry = TypeVar("Entry")
 
@@ -136,6 +136,8 @@ class Registry(Generic[Entry]):
             self._entries[form] = self._promised[form].load()
         else:
             point = self._installed().get(form)
+            if point is None and (theirs := instead(self.kind, name)):
+                raise ConfigurationError(f"{self.kind}={name!r} isn't fitkit's. {theirs}")
             if point is None:
                 raise unknown_name(self.kind, name, self, self.hint, self.page)
             try:

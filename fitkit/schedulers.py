@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer, lr_scheduler
 
-from fitkit.arguments import check_choice, check_count, describe
+from fitkit.arguments import check_choice, check_count, check_number, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.optimizers import shown
 from fitkit.registry import Registry
@@ -33,6 +33,12 @@ for _name, _class in vars(lr_scheduler).items():
         _short = _name.removesuffix("LR")
         SCHEDULERS.add(_name, _class, *([_short] if _short != _name else []))
 SCHEDULERS.add("cosine", lr_scheduler.CosineAnnealingLR)
+_home = "fitkit.extras.warm_schedules"
+SCHEDULERS.promise(f"{_home}:WarmupCosine", "warmup_cosine")
+SCHEDULERS.promise(f"{_home}:WarmupLinear", "warmup_linear")
+SCHEDULERS.promise(f"{_home}:WarmupPolynomial", "warmup_polynomial")
+SCHEDULERS.promise(f"{_home}:WarmupConstant", "warmup_constant")
+SCHEDULERS.promise(f"{_home}:WarmupStableDecay", "warmup_stable_decay", "wsd")
 
 
 VALIDATION_NAME = re.compile(r"val(id|idation)?([_/.\-]|$)")
@@ -46,6 +52,7 @@ class Span:
     Attributes:
         epochs: the epochs of the training.
         updates: the updates of an epoch; None if unknown.
+        changes: the epochs from which on an epoch has other numbers of updates, and the numbers.
         warm_up: the updates of the warm-up. Schedulers wait for its end.
         epoch: how many epochs are over.
         update: how many updates are over in an epoch that was interrupted.
@@ -56,6 +63,18 @@ class Span:
     warm_up: int = 0
     epoch: int = 0
     update: int = 0
+    changes: tuple[tuple[int, int], ...] = ()
+
+    def updates_before(self, epoch: int) -> int | None:
+        """How many updates come before an epoch; None if that is unknown."""
+        if self.updates is None:
+            return None
+        total, since, number = 0, 0, self.updates
+        for first, changed in self.changes:
+            if first >= epoch:
+                break
+            total, since, number = total + (first - since) * number, first, changed
+        return total + (epoch - since) * number
 
     def moves(self, interval: str) -> int | None:
         """How often a scheduler can move in the whole training; None if that is unknown."""
@@ -68,11 +87,12 @@ class Span:
     def _moves(self, interval: str, epochs: int, updates: int) -> int | None:
         if interval == "epoch":
             # The first move is at the end of the epoch in which the warm-up ends.
-            waits = -(-self.warm_up // self.updates) - 1 if self.warm_up and self.updates else 0
+            waits = 0
+            while (self.updates_before(waits + 1) or self.warm_up) < self.warm_up:
+                waits += 1
             return max(epochs - waits, 0)
-        if self.updates is None:
-            return None
-        return max(epochs * self.updates + updates - self.warm_up, 0)
+        total = self.updates_before(epochs)
+        return None if total is None else max(total + updates - self.warm_up, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,17 +106,28 @@ class SchedulerChoice:
         monitor: the log that `ReduceLROnPlateau` watches. None for `val_loss` if there is a
             validation, else `loss`.
         frequency: it moves once in this many of its intervals.
+        options: the words that the dict has for a schedule with its own warm-up.
     """
 
     given: Any
     interval: str | None = None
     monitor: str | None = None
     frequency: int = 1
+    options: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def follows_fit(self) -> bool:
         """Whether it needs the training's length, which `fit` knows."""
         return bool(self._lengths_to_fill())
+
+    @property
+    def warmup_part(self) -> float:
+        """The part of the training's updates that its own warm-up takes."""
+        default = getattr(_maker(self.given), "warmup_part", 0.0) if self._words() else 0.0
+        return self.options.get("warmup", default)
+
+    def _words(self) -> tuple[str, ...]:
+        return _words_of(self.given)
 
     @property
     def class_name(self) -> str | None:
@@ -115,18 +146,23 @@ class SchedulerChoice:
         """
         if value is None:
             return None
+        options: dict[str, float] = {}
         if isinstance(value, dict):
             unknown = sorted(
                 set(value) - {"scheduler", "interval", "frequency", "monitor"}, key=str
             )
-            if unknown or "scheduler" not in value:
+            words = _words_of(value.get("scheduler"))
+            if not set(unknown) <= set(words) or "scheduler" not in value:
+                named = ["'scheduler' (which must be there)", "'interval'", "'frequency'"]
+                named += ["'monitor'", *map(repr, words)]
                 raise ConfigurationError(
-                    f"lr_scheduler has the keys {list(value)}; it takes 'scheduler' (which "
-                    f"must be there), 'interval', 'frequency' and 'monitor'."
-                    f"{_with_arguments(value.get('scheduler'), unknown)}"
+                    f"lr_scheduler has the keys {list(value)}; it takes {', '.join(named[:-1])} "
+                    f"and {named[-1]}.{_with_arguments(value.get('scheduler'), unknown)}"
                 )
             given, monitor = value["scheduler"], value.get("monitor")
             interval, frequency = value.get("interval"), value.get("frequency", 1)
+            options = {name: value[name] for name in unknown}
+            check_number("lr_scheduler's warmup", options.get("warmup", 0.0), minimum=0, below=1)
         else:
             given, monitor, interval, frequency = value, None, None, 1
         check_count("lr_scheduler's frequency", frequency)
@@ -135,7 +171,10 @@ class SchedulerChoice:
             raise ArgumentTypeError(f"lr_scheduler's monitor={monitor!r} must be a name.")
         _check_kind(given)
         check_watched(interval, monitor)
-        return cls(given, interval, monitor, int(frequency))
+        choice = cls(given, interval, monitor, int(frequency), options)
+        if options:  # a wrong word is told now
+            choice.build(Optimizer([torch.zeros(1)], {"lr": 1.0}), Span(2, 1))
+        return choice
 
     def optimizers_among(self, optimizers: list[Optimizer]) -> list[Optimizer]:
         """The optimizers that get a scheduler: all, or the one that an instance was made for."""
@@ -156,8 +195,11 @@ class SchedulerChoice:
         if length is not None:
             length = max(length // self.frequency, 1)
         options = self._options(optimizer, length) if self.follows_fit else {}
+        options.update((name, self.options[name]) for name in self.options if name != "warmup")
         try:
             scheduler = maker(optimizer, **options)
+        except (ArgumentTypeError, ConfigurationError):  # of a schedule's word
+            raise
         except (TypeError, ValueError) as error:
             raise ConfigurationError(
                 f"lr_scheduler={shown(self.given)} could not be made: {error}. Give its "
@@ -228,6 +270,12 @@ class SchedulerChoice:
         return options
 
 
+def _words_of(given: Any) -> tuple[str, ...]:
+    """The words that a dict may have beside the name of a schedule with its own warm-up."""
+    words = getattr(SCHEDULERS[given], "in_words", ()) if isinstance(given, str) else ()
+    return words if isinstance(words, tuple) else ()
+
+
 def _with_arguments(given: Any, names: list[str]) -> str:
     """What to write for arguments that the class behind a name takes."""
     maker = SCHEDULERS[given] if isinstance(given, str) else given
@@ -255,7 +303,7 @@ def _lengths_of(maker: Any) -> list[str]:
     """The arguments of a scheduler that give the training's length."""
     # total_iters of LinearLR and ConstantLR defaults to a warmup of a few steps, so it isn't one.
     accepted = inspect.signature(maker).parameters
-    whole = ("T_max", "total_steps")
+    whole = ("T_max", "total_steps", "total_updates")
     names = [name for name in whole if name in accepted]
     return [*names, "total_iters"] if maker is lr_scheduler.PolynomialLR else names
 
@@ -366,12 +414,12 @@ def check_watched(interval: str | None, monitor: str | None) -> None:
 def own_interval(scheduler: Any) -> str:
     """The default interval of a scheduler (or of what makes one).
 
-    OneCycleLR and CyclicLR count updates by design, others if they say so. The rest counts epochs
-    by convention.
+    OneCycleLR and CyclicLR count updates by design, others if they say so (timm's, and fitkit's
+    own). The rest counts epochs by convention.
     """
     kind = scheduler if isinstance(scheduler, type) else type(scheduler)
     by_updates = issubclass(kind, (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR))
-    by_updates = by_updates or getattr(scheduler, "t_in_epochs", True) is False  # timm's
+    by_updates = by_updates or getattr(scheduler, "t_in_epochs", True) is False
     return "step" if by_updates else "epoch"
 
 

@@ -57,6 +57,7 @@ from fitkit.checkpoint.arrays import (
 )
 from fitkit.checkpoint.atomic import (
     HeldInterrupts,
+    check_folder_of,
     replacing,
 )
 from fitkit.checkpoint.checkpoint_file import (
@@ -168,6 +169,7 @@ from fitkit.optimizers import (
     put_rate,
 )
 from fitkit.schedulers import SCHEDULERS
+from fitkit.training.predictions import Elsewhere, reading_on_ranks
 
 __all__ = [
     "CALLBACKS",
@@ -193,6 +195,7 @@ __all__ = [
     "DDPSharded",
     "DDPWrapper",
     "Definition",
+    "Elsewhere",
     "Engine",
     "HeldInterrupts",
     "JSONLinesFile",
@@ -231,6 +234,7 @@ __all__ = [
     "change_layer",
     "changed_layers",
     "check_data_type",
+    "check_folder_of",
     "check_pair",
     "check_trainable",
     "check_trains",
@@ -275,6 +279,7 @@ __all__ = [
     "print_on_rank_zero",
     "put_rate",
     "rate_of",
+    "reading_on_ranks",
     "refusals",
     "refuse_scheduler",
     "remote",

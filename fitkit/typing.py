@@ -95,7 +95,8 @@ SchedulerName: TypeAlias = Literal[
     "CosineAnnealingLR", "cosine_annealing", "CosineAnnealing", "chained_scheduler",
     "ChainedScheduler", "reduce_lr_on_plateau", "ReduceLROnPlateau", "cyclic_lr", "CyclicLR",
     "cyclic", "Cyclic", "cosine_annealing_warm_restarts", "CosineAnnealingWarmRestarts",
-    "one_cycle_lr", "OneCycleLR", "one_cycle", "OneCycle", "cosine",
+    "one_cycle_lr", "OneCycleLR", "one_cycle", "OneCycle", "cosine", "warmup_cosine",
+    "warmup_linear", "warmup_polynomial", "warmup_constant", "warmup_stable_decay", "wsd",
 ]  # fmt: skip
 StrategyName: TypeAlias = Literal[
     "auto", "single_device", "single", "dp", "ddp", "ddp2", "ddp_spawn", "bagua", "ddp_sharded",
@@ -199,11 +200,18 @@ class _OfScheduler(TypedDict):
 
 
 class SchedulerOptions(_OfScheduler, total=False):
-    """A scheduler, when it moves, and the log that it watches."""
+    """A scheduler, when it moves, and the log that it watches.
+
+    The other words are those of a schedule by name with its own warm-up.
+    """
 
     interval: Literal["epoch", "step"] | None
     frequency: int
     monitor: str | None
+    warmup: float
+    floor: float
+    power: float
+    decay: float
 
 
 SchedulerArgument: TypeAlias = OneScheduler | SchedulerOptions | None

@@ -83,7 +83,7 @@ FACES = {
     "__main__.py": {"comparison", "doctor", "inspection", "verification"},
     "callbacks/history.py": {"pictures"},
     "distributed/devices.py": {"xla_adapters"},
-    "model.py": {"export", "pictures", "summary"},
+    "model.py": {"export", "pictures", "predictions", "summary"},
     "compilation.py": {"free_devices"},
 }
 """Where a verb of the core's is an extra's face: it is imported when that verb is called."""

@@ -80,7 +80,8 @@ class Callback:
         params: a dict about the run: `stage` (`"fit"`, `"evaluate"`, `"predict"`), `epochs`,
             `initial_epoch`, `steps` (batches per epoch; None if unknown), `validation` (whether
             there is one), `validation_freq`, `validation_steps`, `samples`, `batch_size`,
-            `verbose`. All callbacks of a run share this dict.
+            `verbose`. With several validation sets also their names, `validation_sets`, and that
+            of the running validation, `validation_set`. All callbacks of a run share this dict.
         stops_alike: whether this callback, if it sets `model.stop_training` at a batch, does so at
             the same batch on every rank (or never does). If a callback with batch hooks doesn't
             set this to True, the ranks ask each other after every step.

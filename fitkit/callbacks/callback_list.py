@@ -103,9 +103,14 @@ class CallbackList:
         for hook in self._hooks[name]:
             hook(*args)
 
-    def warning_of(self, logs: Logs) -> str | None:
-        """The warning about NaN or infinite losses; None if a callback handles them."""
-        losses = {name: logs.get(name, 0.0) for name in ("loss", "val_loss")}
+    def warning_of(self, logs: Logs, names: Iterable[str] = ()) -> str | None:
+        """The warning about NaN or infinite losses; None if a callback handles them.
+
+        Args:
+            logs: the values.
+            names: the names of losses beside `loss`.
+        """
+        losses = {name: logs.get(name, 0.0) for name in ("loss", *names)}
         lost = {n: x for n, x in losses.items() if x is not EMPTY_MEAN and not math.isfinite(x)}
         found = [f"{name} is {loss}" for name, loss in lost.items()]
         if not found or any(callback.watches_losses for callback in self.callbacks):

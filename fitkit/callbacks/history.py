@@ -116,6 +116,7 @@ class History(Callback):
         return learning_curves(
             self._curves(),
             metrics,
+            sets=self.params.get("validation_sets", ()),
             directions=self._directions(),
             figure=figure,
             axes=axes,

@@ -198,6 +198,14 @@ def why_none(name: str, model: Module, params: dict[str, Any]) -> str | None:
             f"monitor={own!r}. If no callback before it logs {name!r}, fit ends with an error "
             "after its first epoch."
         )
+    sets = params.get("validation_sets") or []
+    if sets and not is_evaluated and own in model.metrics_names:
+        there = ", ".join(f"val_{name}_{own}" for name in sets)
+        return (
+            f"validation_data has several sets, so the logs have {there}. Write monitor="
+            f"'val_{sets[0]}_{own}'. If no callback before it logs {name!r}, fit ends with an "
+            "error after its first epoch."
+        )
     first, end = params.get("initial_epoch") or 0, params.get("epochs") or 0
     for prefix, every in evaluations:
         if name.startswith(prefix) and first < end and not _is_due_within(every, first, end):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from fitkit.arguments import check_number, chosen_verbose
@@ -86,7 +86,7 @@ class ProgressBar(Callback):
         self._pace = self._train_pace
         # The number of batches in the first epoch, for data of unknown length.
         self._train_steps: int | None = None
-        self._test_steps: int | None = None
+        self._test_steps: dict[str, int | None] = {}  # by the name of the validation set
 
     def close(self) -> None:
         """Close the display. Further calls do nothing.
@@ -107,7 +107,6 @@ class ProgressBar(Callback):
         self._open()
         self._in_fit = True
         self._train_steps = self.params.get("steps")
-        self._test_steps = self.params.get("validation_steps")
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         epochs = self.params.get("epochs") or epoch + 1
@@ -138,8 +137,11 @@ class ProgressBar(Callback):
     # evaluate, and the validation in fit
     def on_test_begin(self, logs: Logs | None = None) -> None:
         if self._in_fit:
-            self._trained = self._done
-            self._count("validating", self._test_steps, self._test_pace)
+            if not self._phase:
+                self._trained = self._done
+            name = self._set_name
+            total = self._test_steps.setdefault(name, self.params.get("validation_steps"))
+            self._count(f"validating {name}".rstrip(), total, self._test_pace)
         else:
             self._open()
             self._begin("Evaluate", self.params.get("steps"), self._test_pace)
@@ -150,8 +152,8 @@ class ProgressBar(Callback):
 
     def on_test_end(self, logs: Logs) -> None:
         if self._in_fit:
-            if self._test_steps is None:
-                self._test_steps = self._done
+            if self._test_steps[self._set_name] is None:
+                self._test_steps[self._set_name] = self._done
             return
         if self._clock() >= self._quiet_until_s:
             self._keep(self._shown(logs))
@@ -242,10 +244,15 @@ class ProgressBar(Callback):
             spent_s = ended_s - began_s
             self._due_s = ended_s + max(display.interval_s, spent_s / LARGEST_SHARE)
 
+    @property
+    def _set_name(self) -> str:
+        """The name of the running validation's set."""
+        return str(self.params.get("validation_set", ""))
+
     def _shown(self, logs: Logs) -> list[tuple[str, str]]:
         """The values as text, without those that a step logs with `prog_bar=False`."""
-        hidden = self.model._fitkit.hidden_names
-        return shown_metrics((n, v) for n, v in logs.items() if not hidden & logged_as(n))
+        hidden, sets = self.model._fitkit.hidden_names, self.params.get("validation_sets", ())
+        return shown_metrics((n, v) for n, v in logs.items() if not hidden & logged_as(n, sets))
 
     def _keep(self, metrics: list[tuple[str, str]]) -> None:
         if self._display is not None:
@@ -266,14 +273,19 @@ class ProgressBar(Callback):
                     display.close(erase=True)
 
 
-def logged_as(name: str) -> set[str]:
-    """The names under which a step may have logged a value of the logs."""
-    plain = name.removeprefix("val_")
-    return {
-        name,
-        plain,
-        *(n.removesuffix(end) for n in (name, plain) for end in ("_step", "_epoch")),
-    }
+def logged_as(name: str, sets: Iterable[str] = ()) -> set[str]:
+    """The names under which a step may have logged a value of the logs.
+
+    Args:
+        name: its name in the logs.
+        sets: the names of the validation sets, if there are several.
+    """
+    plain = [name, name.removeprefix("val_")]
+    for prefix in (f"val_{one}_" for one in sets):
+        if name.startswith(prefix):
+            own = name.removeprefix(prefix)
+            plain += [own, f"val_{own}"]
+    return {*plain, *(n.removesuffix(end) for n in plain for end in ("_step", "_epoch"))}
 
 
 class Pace:

@@ -305,8 +305,11 @@ def check_lengths(parts: dict[str, Any]) -> int:
     return first_length
 
 
-def check_alike(train: Any, held_out: Any) -> None:
+def check_alike(train: Any, held_out: Any, name: str = "validation_data") -> None:
     """Refuse in-memory validation data that don't fit the net of the training data.
+
+    Args:
+        name: what messages call the validation data.
 
     Raises:
         ConfigurationError: the inputs' shapes differ from the training's, or targets are missing
@@ -315,21 +318,21 @@ def check_alike(train: Any, held_out: Any) -> None:
     if not (isinstance(train, ArraySource) and isinstance(held_out, ArraySource)):
         return
     if len(train.batch) > 1 and len(held_out.batch) == 1:
-        raise ConfigurationError("validation_data has no targets. Write (x, y).")
+        raise ConfigurationError(f"{name} has no targets. Write (x, y).")
     shapes = [
         [(path, leaf.shape[1:]) for path, leaf in trees.leaves_with_paths(source.batch[0])]
         for source in (train, held_out)
     ]
     if [path for path, _ in shapes[0]] != [path for path, _ in shapes[1]]:
         raise ConfigurationError(
-            "validation_data's inputs have another structure than x: "
+            f"{name}'s inputs have another structure than x: "
             f"{[path for path, _ in shapes[1]]} and {[path for path, _ in shapes[0]]}."
         )
     fixed = all(len(shape) <= 1 for _, shape in shapes[0])  # images and texts may differ in size
     for (path, expected), (_, given) in zip(*shapes, strict=True):
         if len(expected) != len(given) or (fixed and expected != given):
             raise ConfigurationError(
-                f"validation_data's x{path} has samples of shape {tuple(given)}, but x{path} has "
+                f"{name}'s x{path} has samples of shape {tuple(given)}, but x{path} has "
                 f"samples of shape {tuple(expected)}."
             )
 

@@ -68,8 +68,10 @@ class Source:
         own_state: tracks the state that a loader keeps by itself (`OwnState`); otherwise None.
         generators: the data's own random generators, which may determine their order.
         whole: all ranks' data, if this is one rank's shard of them; otherwise the source itself.
+        limit: the most batches of a pass that all ranks get, if it ends there by itself.
     """
 
+    limit: int | None = None
     samples: int | None = None
     batch_size: int | None = None
     steps: int | None = None
@@ -151,7 +153,7 @@ class CountedSource(Source):
         self._samples_of = samples_of
         self.samples, self.batch_size = source.samples, source.batch_size
         self.steps, self.repeatable = source.steps, source.repeatable
-        self.own_state = source.own_state
+        self.own_state, self.limit = source.own_state, source.limit
 
     @property
     def target(self) -> Any:

@@ -61,6 +61,7 @@ def sharded(
     replace_sampler: bool,
     scatter: bool,
     steps: int | None = None,
+    fills: bool = False,
     samples_of: Callable[[Any], int] = samples_of,
 ) -> Source:
     """The rank's shard of a source, of `Batch`es.
@@ -71,10 +72,12 @@ def sharded(
         replace_sampler: whether a loader's sampler may be replaced.
         scatter: whether only rank 0 can read plain iterables, and sends batches to the others.
         steps: how many batches of a pass are read at most, if that is known.
+        fills: whether a rank without a batch gets `NoRows` where rank 0 hands batches out. So all
+            get equally many, and may exchange other things between two of them.
         samples_of: counts a batch's samples.
     """
     shard = _shard_of(source, ranks, training, replace_sampler, scatter, steps)
-    shard.samples_of = samples_of
+    shard.samples_of, shard.fills = samples_of, fills
     return shard if training else CountedSource(shard, samples_of)
 
 
@@ -90,13 +93,14 @@ def _shard_of(
         loaders = source.loaders if isinstance(source, CombinedSource) else [source.loader]
         dataset = loaders[0].dataset if isinstance(source, LoaderSource) else None
         if isinstance(dataset, IterableDataset):
-            return _ReadByAll(source, ranks, training, is_part=gives_parts(dataset, ranks))
+            is_part = gives_parts(dataset, ranks)
+            return _ReadByAll(source, ranks, training, steps, is_part=is_part)
         if not replace_sampler or any(has_own_part(loader, ranks) for loader in loaders):
-            shard = _ReadByAll(source, ranks, training, is_part=True)
+            shard = _ReadByAll(source, ranks, training, None, is_part=True)
             shard.steps = source.steps
             return shard
     if isinstance(source, LoaderSource) and source.is_stream:
-        return _HandedOut(source, ranks, training)
+        return _HandedOut(source, ranks, training, steps)
     if isinstance(source, (ArraySource, LoaderSource, CombinedSource)):
         if not scatter:  # else all ranks have the data that rank 0 sent them
             check_same_on_all_ranks(source, ranks)
@@ -104,9 +108,9 @@ def _shard_of(
             return _DealtCombined(source, ranks, training)
         return _DealtByIndex(source, ranks, training, steps)
     if scatter:
-        return _HandedOut(source, ranks, training)
+        return _HandedOut(source, ranks, training, steps)
     is_part = gives_parts(getattr(source, "iterable", None), ranks)
-    return _ReadByAll(source, ranks, training, is_part=is_part)
+    return _ReadByAll(source, ranks, training, steps, is_part=is_part)
 
 
 def has_own_part(loader: DataLoader[Any], ranks: Collectives) -> bool:
@@ -198,9 +202,11 @@ class _Shard(Source):
     Attributes:
         source: all ranks' data.
         samples_of: counts a batch's samples.
+        fills: see `sharded`.
     """
 
     samples_of: Callable[[Any], int]
+    fills = False
 
     def __init__(self, source: Any, ranks: Collectives, training: bool) -> None:
         self.source = source
@@ -471,13 +477,23 @@ class _ReadByAll(_Shard):
     """Data that every rank reads in their own order, keeping every n-th batch.
 
     Args:
+        limit: how many batches of a pass are read at most, if that is known.
         is_part: whether a rank already reads only its own part. Then it keeps all. Otherwise all
             ranks must read the same, which is checked at the first batch of each pass.
     """
 
-    def __init__(self, source: Any, ranks: Collectives, training: bool, *, is_part: bool) -> None:
+    def __init__(
+        self,
+        source: Any,
+        ranks: Collectives,
+        training: bool,
+        limit: int | None = None,
+        *,
+        is_part: bool,
+    ) -> None:
         super().__init__(source, ranks, training)
         self._is_part = is_part
+        self.limit = None if training or is_part else limit
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         if self._is_part:
@@ -486,10 +502,10 @@ class _ReadByAll(_Shard):
             return self._together(batches) if self.training else batches
         batches, is_random = self._read_alike(number)
         if is_random:
-            handed_out = _HandedOut(self.source, self.ranks, self.training)
-            handed_out.samples_of = self.samples_of
+            handed_out = _HandedOut(self.source, self.ranks, self.training, self.limit)
+            handed_out.samples_of, handed_out.fills = self.samples_of, self.fills
             return handed_out.deal(batches, skip)
-        batches = self._own(without_first(batches, skip))
+        batches = self._own(itertools.islice(without_first(batches, skip), self.limit))
         return self._together(batches) if self.training else batches
 
     def _begin(
@@ -550,7 +566,17 @@ class _ReadByAll(_Shard):
 
 
 class _HandedOut(_Shard):
-    """An iterable that only rank 0 has. It reads a batch for each rank and sends it there."""
+    """An iterable that only rank 0 has. It reads a batch for each rank and sends it there.
+
+    Args:
+        limit: how many batches of a pass are read at most, if that is known.
+    """
+
+    def __init__(
+        self, source: Any, ranks: Collectives, training: bool, limit: int | None = None
+    ) -> None:
+        super().__init__(source, ranks, training)
+        self.limit = None if training else limit
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         # Begun here, not at the first batch: all that a pass draws must be drawn by now.
@@ -562,15 +588,15 @@ class _HandedOut(_Shard):
 
     def _handed_out(self, batches: Iterable[Any]) -> Iterator[Any]:
         """A batch for each rank, as long as there are any."""
-        batches = iter(batches)
+        batches = itertools.islice(batches, self.limit)
         while True:
             mine, count, total = self.ranks.scatter(self._next(batches))
             if mine is None:
                 return
             if self.training:
                 yield Batch(mine, count, total) if total else NoRows
-            elif count or mine is NoRows:
-                yield mine
+            elif count or mine is NoRows or self.fills:
+                yield mine if count else NoRows
 
     def _next(self, batches: Iterator[Any]) -> list[Any] | None:
         """The batch and samples of each rank, and the samples of all ranks in this step."""

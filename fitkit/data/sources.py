@@ -444,12 +444,87 @@ def split_tail(
     return (head[0], head[1], head[2]), (tail[0], tail[1], tail[2])
 
 
-def validation_parts(validation_data: Any) -> tuple[Any, Any, Any]:
-    """`validation_data` as `(x, y, sample_weight)`.
+def validation_sets(validation_data: Any, x: Any) -> dict[str, tuple[Any, Any, Any]]:
+    """The sets in `validation_data` by their names, each as `(x, y, sample_weight)`.
+
+    A single set has the empty name. A dict is several sets if each of its values is one: a tuple,
+    or what makes batches itself. A dict of arrays is the inputs of one set.
+
+    Args:
+        validation_data: what `fit` was given.
+        x: the training's data.
+
+    Raises:
+        ConfigurationError, ArgumentTypeError: a set can't be read, or the dict may mean both.
+    """
+    if not isinstance(validation_data, Mapping) or not validation_data:
+        check_data_type(validation_data, "validation_data")
+        return {"": validation_parts(validation_data)}
+    are_sets = {name: _is_set(value) for name, value in validation_data.items()}
+    names_inputs = isinstance(x, Mapping) and set(x) == set(validation_data)
+    if not any(are_sets.values()) or (names_inputs and not all(are_sets.values())):
+        check_data_type(validation_data, "validation_data")
+        return {"": validation_parts(validation_data)}
+    if isinstance(x, Mapping) and not set(x).isdisjoint(validation_data):
+        names = [repr(name) for name in validation_data if name in x]
+        raise ConfigurationError(
+            f"validation_data is a dict with the names of inputs of x ({', '.join(names)}). If it "
+            "is several sets, give them other names. If it is the inputs of one set, write "
+            "(inputs, targets)."
+        )
+    if not all(are_sets.values()):
+        lacking = next(name for name, is_set in are_sets.items() if not is_set)
+        raise ConfigurationError(
+            f"validation_data is a dict of several sets, but {lacking!r} is a "
+            f"{type(validation_data[lacking]).__name__}. Write a tuple (x, y) or (x, y, "
+            "sample_weight), a DataLoader or a Dataset for each. If it is the inputs of one set, "
+            "write (inputs, targets)."
+        )
+    for name in validation_data:
+        if not isinstance(name, str) or not name:
+            raise ArgumentTypeError(
+                f"validation_data has the key {describe(name)}. Each set needs a name, which is a "
+                "string: {'day': (x, y), 'night': loader}."
+            )
+    return {
+        name: validation_parts(value, set_label(name)) for name, value in validation_data.items()
+    }
+
+
+def set_label(name: str) -> str:
+    """What messages call a validation set."""
+    return f"validation_data[{name!r}]" if name else "validation_data"
+
+
+def _is_set(value: Any) -> bool:
+    """Whether a value of a dict is a data set of its own, not an input."""
+    if isinstance(value, Mapping):
+        return False
+    return type(value) is tuple or _makes_batches(value, None, None)
+
+
+def check_is_one_set(x: Any) -> None:
+    """Refuse a dict of data sets where one is read. Its values aren't inputs, as there are no y.
+
+    Raises:
+        ArgumentTypeError: with what to write.
+    """
+    if isinstance(x, Mapping) and x and all(map(_is_set, x.values())):
+        first = f"x[{next(iter(x))!r}]"
+        given = f"*{first}" if isinstance(next(iter(x.values())), tuple) else first
+        raise ArgumentTypeError(
+            f"x is a {type(x).__name__} of {len(x)} data sets, but evaluate takes one set a call. "
+            f"Write evaluate({given})."
+        )
+
+
+def validation_parts(validation_data: Any, name: str = "validation_data") -> tuple[Any, Any, Any]:
+    """One validation set as `(x, y, sample_weight)`.
 
     Args:
         validation_data: a tuple `(x, y)` or `(x, y, sample_weight)` of arrays, or anything
             that makes batches itself.
+        name: what messages call it.
 
     Raises:
         ConfigurationError, ArgumentTypeError: anything else.
@@ -463,14 +538,14 @@ def validation_parts(validation_data: Any) -> tuple[Any, Any, Any]:
         if count == 3:
             return validation_data[0], validation_data[1], validation_data[2]
         raise ConfigurationError(
-            f"validation_data is a {type(validation_data).__name__} of {count} entries; write "
+            f"{name} is a {type(validation_data).__name__} of {count} entries; write "
             "(x, y) or (x, y, sample_weight), or give a DataLoader or Dataset."
         )
     return validation_data, None, None
 
 
 def _is_data_set(x: Any) -> bool:
-    return isinstance(x, Dataset) or hasattr(x, "__getitems__")
+    return isinstance(x, (Dataset, DataLoader)) or hasattr(x, "__getitems__")
 
 
 def check_data_type(x: Any, name: str = "x") -> None:

@@ -38,6 +38,9 @@ class Collectives(Protocol):
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value (anything that can be pickled), in rank order, on every rank."""
 
+    def collect(self, value: Any) -> list[Any] | None:
+        """Every rank's value, in rank order, on rank 0 alone; None on the others."""
+
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
 
@@ -86,6 +89,9 @@ class Solo:
     world_size = 1
 
     def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def collect(self, value: Any) -> list[Any] | None:
         return [value]
 
     def broadcast(self, value: Any) -> Any:
@@ -171,6 +177,19 @@ class ProcessGroup:
         longest = int(torch.cat(sizes).max())  # the exchange needs equal shapes
         parts = [packed.new_empty(longest) for _ in sizes]
         dist.all_gather(parts, _padded(packed, longest))
+        return [unpack(part, _key, f"{exchange}{r}", r) for r, part in enumerate(parts)]
+
+    def collect(self, value: Any) -> list[Any] | None:
+        exchange = self._next("collect")
+        packed = pack(value, _key, f"{exchange}{self.rank}").to(self._device)
+        longest = torch.tensor([len(packed)], device=self._device)
+        dist.all_reduce(longest, dist.ReduceOp.MAX)
+        packed = _padded(packed, int(longest))
+        if self.rank:
+            dist.gather(packed, dst=0)
+            return None
+        parts = [torch.empty_like(packed) for _ in range(self.world_size)]
+        dist.gather(packed, parts, dst=0)
         return [unpack(part, _key, f"{exchange}{r}", r) for r, part in enumerate(parts)]
 
     def broadcast(self, value: Any) -> Any:
@@ -322,6 +341,11 @@ class NodeShares:
         """The value of each group's first rank, on every rank."""
         everyone = self._ranks.gather(value if self._leads else None)
         return [everyone[group[0]] for group in self._groups]
+
+    def collect(self, value: Any) -> list[Any] | None:
+        """The value of each group's first rank, on the first rank of all."""
+        everyone = self._ranks.collect(value if self._leads else None)
+        return None if everyone is None else [everyone[group[0]] for group in self._groups]
 
     def broadcast(self, value: Any) -> Any:
         return self._ranks.broadcast(value)

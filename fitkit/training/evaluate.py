@@ -103,46 +103,66 @@ def evaluate_source(
 
 def _share_of_steps(source: Source, steps: int | None, collectives: Collectives) -> Iterator[Any]:
     """Give this rank's part of the first `steps` batches that a single process would read."""
-    if steps is not None:
+    if source.limit is not None:  # it ends there by itself, on all ranks at once
+        steps = None
+    elif steps is not None:
         steps = len(range(collectives.rank, steps, collectives.world_size))
     return limited(source, steps)
 
 
 def run_predict(model: Module, arguments: EvaluateArguments) -> Any:
     """Run `predict` on this rank; return the outputs of all ranks' batches, in input order."""
-    strategy: Strategy = model._fitkit.compilation.strategy
-    data_ranks, group_size = (
-        strategy.data_ranks,
-        model._fitkit.compilation.given.steps_per_execution,
-    )
+    data_ranks: Collectives = model._fitkit.compilation.strategy.data_ranks
+    copies = HostCopies()
     with surroundings(model, "predict", arguments.source.batch_size):
-        source = rank_source(
-            model, arguments.source, training=False, steps=arguments.steps, samples_of=samples_of
-        )
-        context, step = predict_step_for(model, source)
-        callbacks = with_built_in(arguments.callback_list, arguments.verbose)
-        copies = HostCopies(lent=not isinstance(source.whole, ArraySource))
-        model.stop_predicting = False
-        mine = InStep(_share_of_steps(source, arguments.steps, data_ranks), strategy)
-        params = _params(model, "predict", source, arguments)
-        with callbacks.running(model, params), evaluating(model, context):
-            callbacks.call("on_predict_begin", {})
-            plan = EvaluationPlan(
-                model, step, callbacks, "predict", source, copies.take, copies.skip
-            )
-            plan.run(context, mine, "stop_predicting", partial(_outputs, copies, group_size))
-            copies.wait()
-            callbacks.call("on_predict_end", {})
+        predict_source(model, arguments, copies)
         # Without the outputs of repeated batches, which have no samples.
         counted = zip(copies.outputs, copies.samples, strict=True)
         everyone = data_ranks.gather([pair if pair[1] else NoRows for pair in counted])
-    # Ranks took batches in turn. Loaders that shard themselves may give unequal numbers.
-    dealt = itertools.chain(*itertools.zip_longest(*everyone, fillvalue=NoRows))
-    whole = [pair for pair in dealt if pair is not NoRows]
+    whole = list(in_input_order(everyone))
     if not whole:
         raise ConfigurationError("x is empty: it gave no samples.")
     outputs, samples = zip(*whole, strict=True)
     return joined(list(outputs), list(samples))
+
+
+def predict_source(model: Module, arguments: EvaluateArguments, copies: HostCopies) -> None:
+    """Make one pass over a rank's batches, call the predict hooks, and collect the outputs.
+
+    Args:
+        copies: gets the outputs.
+    """
+    strategy: Strategy = model._fitkit.compilation.strategy
+    group_size = model._fitkit.compilation.given.steps_per_execution
+    source = rank_source(
+        model,
+        arguments.source,
+        training=False,
+        steps=arguments.steps,
+        fills=True,
+        samples_of=samples_of,
+    )
+    context, step = predict_step_for(model, source)
+    callbacks = with_built_in(arguments.callback_list, arguments.verbose)
+    copies.lent = not isinstance(source.whole, ArraySource)
+    model.stop_predicting = False
+    mine = InStep(_share_of_steps(source, arguments.steps, strategy.data_ranks), strategy)
+    params = _params(model, "predict", source, arguments)
+    with callbacks.running(model, params), evaluating(model, context):
+        callbacks.call("on_predict_begin", {})
+        plan = EvaluationPlan(model, step, callbacks, "predict", source, copies.take, copies.skip)
+        plan.run(context, mine, "stop_predicting", partial(_outputs, copies, group_size))
+        copies.wait()
+        callbacks.call("on_predict_end", {})
+
+
+def in_input_order(everyone: list[list[Any]]) -> Iterator[Any]:
+    """The ranks' outputs in the order of the inputs, without `NoRows`.
+
+    Ranks took batches in turn. Loaders that shard themselves may give unequal numbers.
+    """
+    dealt = itertools.chain(*itertools.zip_longest(*everyone, fillvalue=NoRows))
+    return (pair for pair in dealt if pair is not NoRows)
 
 
 def _outputs(copies: HostCopies, group_size: int, index: int) -> dict[str, Any]:
@@ -151,9 +171,10 @@ def _outputs(copies: HostCopies, group_size: int, index: int) -> dict[str, Any]:
     This waits for outputs that are still being copied. The outputs of several batches are joined,
     or given as a list if they can't be joined.
     """
-    if len(copies.outputs) < index + 1:
+    first = copies.handed_on
+    if len(copies.outputs) < index + 1 - first:
         copies.wait()
-    group = slice(index - index % group_size, index + 1)
+    group = slice(index - index % group_size - first, index + 1 - first)
     pairs = zip(copies.outputs[group], copies.samples[group], strict=False)
     found, counts = [], []
     for output, count in pairs:
@@ -437,6 +458,7 @@ class HostCopies:
     Attributes:
         outputs: the batches' outputs in order; the last one is included after `wait`.
         samples: how many samples each of them has.
+        handed_on: how many outputs before them have been handed on, and aren't kept.
     """
 
     def __init__(
@@ -444,7 +466,8 @@ class HostCopies:
     ) -> None:
         self.outputs: list[Any] = []
         self.samples: list[int] = []
-        self._lent = lent
+        self.handed_on: int = 0
+        self.lent: bool = lent
         self._make_streams = streams
         self._streams: Any = None
         self._flying: tuple[Any, Any] | None = None
@@ -463,7 +486,7 @@ class HostCopies:
         """Add a batch's output."""
         is_tensor = type(output) is torch.Tensor or isinstance(output, torch.Tensor)
         if is_tensor and output.is_cpu and self._flying is None:
-            self.outputs.append(trees.kept(output) if self._lent else output)
+            self.outputs.append(trees.kept(output) if self.lent else output)
             return
         device = _gpu_of(output)
         if device is None:

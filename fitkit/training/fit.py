@@ -15,9 +15,11 @@ from fitkit.callbacks.base import SHORT_NAMES, overrides
 from fitkit.callbacks.callback_list import report_error
 from fitkit.callbacks.monitor import why_none
 from fitkit.callbacks.progress import with_built_in
+from fitkit.callbacks.rates import GradientAccumulationScheduler
 from fitkit.compilation import Compilation
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import Batch, NoRows, Source, Stream, in_groups
+from fitkit.data.sources import set_label
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Strategy
 from fitkit.distributed.sync_batchnorm import synchronized
@@ -102,11 +104,10 @@ class Fit:
         self.source: Source = rank_source(model, arguments.source, training=True)
         if isinstance(self.source.whole, ArraySource):
             self.source.whole.ahead = compilation.given.steps_per_execution
-        self.held_out: Source | None = None
-        if arguments.held_out is not None:
-            self.held_out = rank_source(
-                model, arguments.held_out, training=False, steps=arguments.validation_steps
-            )
+        self.held_out: dict[str, Source] = {
+            name: rank_source(model, source, training=False, steps=arguments.validation_steps)
+            for name, source in arguments.held_out.items()
+        }
         # How many ranks share the training data.
         self.data_rank_count: int = self.strategy.data_ranks.world_size
         self.stream: Stream = Stream(
@@ -134,7 +135,7 @@ class Fit:
                 self.validated_names.update(self.validated["values"])
         self.epoch_steps = self.stream.steps
         self.interval: Fraction | None = None
-        if self.held_out is not None and arguments.validates_within_epochs:
+        if self.held_out and arguments.validates_within_epochs:
             # Loaders that shard themselves may differ in length. The longest sets the steps.
             everyones = self.collectives.gather(self.stream.steps)
             self.epoch_steps = None if None in everyones else max(everyones)
@@ -146,21 +147,23 @@ class Fit:
         unsaved.note(model)
         warn_of_flags(model)
         self.strategy.engine = self.strategy.engine_for(model, self.optimizers)
-        held_out_target = None if self.held_out is None else self.held_out.target
         self.context: StepContext
         self.step: Step
         self.context, self.step = step_for(
             model,
             "training",
             class_weights=arguments.weights_by_class,
-            all_targets=[self.source.target, held_out_target],
+            all_targets=[source.target for source in (self.source, *self.held_out.values())],
             source=self.source,
         )
         if arguments.weights_by_class is not None:
             arguments.weights_by_class.expect(self.source.target, self.collectives.rank)
         self.step.mover.bring_whole(self.source)
-        before = self.steps_before // self.accumulate
-        self.rates: Rates = Rates(model, arguments, self.step, updates, before)
+        sizes = self._accumulation_by_epoch()
+        now = [size for first, size in sizes if first <= arguments.initial_epoch]
+        before = self.steps_before // (now or [self.accumulate])[-1]
+        changes = tuple((first, -(-(steps or 0) // size)) for first, size in sizes)
+        self.rates: Rates = Rates(model, arguments, self.step, updates, before, changes)
         self.update = updates_for(
             model,
             self.context,
@@ -170,11 +173,20 @@ class Fit:
             joins_steps=self.group_size > 1,
         )
         self.requires_grad: list[bool] = [p.requires_grad for p in compilation.trainable(model)]
-        self.validation: tuple[StepContext, Step] | None = None
+        self.validation: dict[str, tuple[StepContext, Step]] = {}
         self.in_evaluation: list[torch.nn.Module] = []  # submodules that stay in evaluation mode
         self.history: History = History()
         self.has_warned_of_non_finite: bool = False
         self.has_warned_of_empty: bool = False
+
+    def _accumulation_by_epoch(self) -> list[tuple[int, int]]:
+        """Epochs from which on a callback sets the batches of an update, and how many."""
+        schedules = [
+            callback.scheduling
+            for callback in self.callbacks
+            if isinstance(callback, GradientAccumulationScheduler)
+        ]
+        return [*schedules[-1].items()] if schedules else []
 
     def all_epochs(self, callbacks: CallbackList) -> None:
         """Train for all epochs, between the first and the last hook."""
@@ -351,7 +363,7 @@ class Fit:
         values, _ = reduced(logbook, self.strategy.log_ranks, self.noted_before)
         self.steps_before, self.noted_before = 0, []
         model._fitkit.log_names = list(values)
-        if self.held_out is not None and self.arguments.validates_after(epoch):
+        if self.held_out and self.arguments.validates_after(epoch):
             before = self.validated
             if before and (before["steps"], before["updates"]) == (index + 1, state.updates):
                 self.seen_values = before["values"]  # unchanged since then
@@ -380,7 +392,8 @@ class Fit:
         """Warn once, on rank 0, that a loss isn't finite."""
         if self.has_warned_of_non_finite or self.collectives.rank:
             return
-        sentence = self.arguments.callback_list.warning_of(logs)
+        losses = [validation_name("loss", name) for name in self.held_out]
+        sentence = self.arguments.callback_list.warning_of(logs, losses)
         if sentence is not None:
             self.has_warned_of_non_finite = True
             warn(f"In epoch {epoch + 1} {sentence}")
@@ -457,35 +470,36 @@ class Fit:
 
     def _validate(self, callbacks: CallbackList, epoch: int) -> Values:
         """Evaluate the validation data; return the values by their names in an epoch's logs."""
-        assert self.held_out is not None
-        if self.validation is None:
-            self.validation = step_for(
-                self.model,
-                "validation",
-                all_targets=[self.held_out.target],
-                source=self.held_out,
-                name="validation_data",
-            )
-            self.validation[1].mover.bring_whole(self.held_out)
-        context, step = self.validation
-        with modes_restored(self.model):
-            found = evaluate_source(
-                self.model,
-                self.held_out,
-                self.arguments.validation_steps,
-                context,
-                step,
-                callbacks,
-                name="validation_data",
-            )
-        named = {validation_name(name): value for name, value in found.items()}
-        # If a step logs both "x" and "val_x", use "val_x".
-        named.update({name: v for name, v in found.items() if validation_name(name) == name})
+        named: Values = {}
+        for set_name, source in self.held_out.items():
+            values = named_values(self._validate_on(set_name, source, callbacks), set_name)
+            for name in named.keys() & values.keys():
+                raise ConfigurationError(
+                    f"Two validation sets log {name!r}: {', '.join(self.held_out)}. Give one of "
+                    "them another name."
+                )
+            named.update(values)
         self.validated_names.update(named)
         if self.interval is not None:
             entry = {"epoch": epoch, "batches": self.steps_done, **named}
             self.history.validations.append(entry)
         return named
+
+    def _validate_on(self, name: str, source: Source, callbacks: CallbackList) -> Values:
+        """Evaluate one validation set."""
+        label = set_label(name)
+        if name not in self.validation:
+            self.validation[name] = step_for(
+                self.model, "validation", all_targets=[source.target], source=source, name=label
+            )
+            self.validation[name][1].mover.bring_whole(source)
+        context, step = self.validation[name]
+        steps = self.arguments.validation_steps
+        # The callbacks share this dict.
+        shared = {"validation_set": name, "validation_steps": steps or source.steps}
+        self.history.params.update(shared)
+        with modes_restored(self.model):
+            return evaluate_source(self.model, source, steps, context, step, callbacks, name=label)
 
     def as_validated(self) -> contextlib.AbstractContextManager[None]:
         """Give the model the weights that its validations see, for the length of a block.
@@ -539,7 +553,8 @@ class Fit:
     def params(self) -> PlainData:
         """Return what callbacks are given in `params`."""
         arguments = self.arguments
-        validation = self.held_out.steps if self.held_out is not None else None
+        first = next(iter(self.held_out.values()), None)
+        steps = arguments.validation_steps or (None if first is None else first.steps)
         return {
             "stage": "fit",
             "epochs": arguments.epochs,
@@ -548,13 +563,31 @@ class Fit:
             "samples": self.source.samples,
             "batch_size": self.source.batch_size,
             "steps_per_execution": self.group_size,
-            "validation": self.held_out is not None,
-            "validation_steps": arguments.validation_steps or validation,
+            "validation": bool(self.held_out),
+            "validation_sets": [name for name in self.held_out if name],
+            "validation_steps": steps,
             "validation_freq": arguments.validation_freq,
             "verbose": arguments.verbose,
         }
 
 
-def validation_name(name: str) -> str:
-    """Name a validation's value in an epoch's logs; names like `val_loss` or `valid/f1` stay."""
-    return name if VALIDATION_NAME.match(name) else f"val_{name}"
+def named_values(found: Values, set_name: str) -> Values:
+    """A validation's values by their names in an epoch's logs."""
+    named = {validation_name(name, set_name): value for name, value in found.items()}
+    # If a step logs both "x" and "val_x", use "val_x".
+    own = {name: value for name, value in found.items() if VALIDATION_NAME.match(name)}
+    named.update({validation_name(name, set_name): value for name, value in own.items()})
+    return named
+
+
+def validation_name(name: str, set_name: str = "") -> str:
+    """Name a validation's value in an epoch's logs; names like `val_loss` or `valid/f1` stay.
+
+    Args:
+        name: the name that it has in the validation.
+        set_name: the name of the set, if there are several: `val_day_loss`.
+    """
+    found = VALIDATION_NAME.match(name)
+    if not set_name:
+        return name if found else f"val_{name}"
+    return f"val_{set_name}_{(found and name[found.end() :]) or name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection
 from functools import partial
 
@@ -25,7 +26,7 @@ from fitkit.training.own_step import Step
 from fitkit.training.settings import FitArguments
 from fitkit.typing import PlainData, Values
 
-LENGTHS = ("T_max", "total_steps", "total_iters")
+LENGTHS = ("T_max", "total_steps", "total_iters", "total_updates")
 """The entries of a scheduler's state that give its length."""
 
 
@@ -104,6 +105,7 @@ class Rates:
         step: computes the batches, and records their values.
         updates: the number of updates in an epoch; None if unknown.
         before: the number of updates that were made before in the first epoch.
+        changes: from which epochs on an epoch has other numbers of updates, and the numbers.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class Rates:
         step: Step,
         updates: int | None,
         before: int = 0,
+        changes: tuple[tuple[int, int], ...] = (),
     ) -> None:
         compilation, state = model._fitkit.compilation, model._fitkit.fit_state
         self._arguments = arguments
@@ -120,13 +123,16 @@ class Rates:
         self._data_ranks: Collectives = compilation.strategy.data_ranks
         factor = state.scale_rates(compilation.given.scale_lr, self._data_ranks.world_size)
         resumed = arguments.resumed
-        length = _warm_up_length(compilation.given.warmup_epochs, updates)
-        done = arguments.initial_epoch * (updates or 0) + before
+        given, choice = compilation.given.warmup_epochs, compilation.scheduler
+        part = choice.warmup_part if choice is not None and given is None else 0.0
+        span = Span(arguments.epochs, updates, 0, arguments.initial_epoch, before, changes=changes)
+        length = _part_of_training(part, span) if part else _warm_up_length(given, span)
+        done = (span.updates_before(arguments.initial_epoch) or 0) + before
         if resumed is not None and resumed.warm_up is not None:
             done = round(resumed.warm_up["done"] * resumed.shares / self._data_ranks.world_size)
-        elif resumed is not None:  # it is over, or never was
+        elif resumed is not None and not part:  # it is over, or never was
             length = min(length, done)
-        span = Span(arguments.epochs, updates, length, arguments.initial_epoch, before)
+        span = dataclasses.replace(span, warm_up=length)
         self._schedulers: list[PlannedScheduler] = schedulers_for(
             model, span, resumes=resumed is not None
         )
@@ -222,11 +228,11 @@ class Rates:
     def _validates_later(self, epoch: int) -> bool:
         """Whether there are validations, but none after this epoch."""
         arguments = self._arguments
-        return arguments.held_out is not None and not arguments.validates_after(epoch)
+        return bool(arguments.held_out) and not arguments.validates_after(epoch)
 
     def _names_for(self, plan: PlannedScheduler) -> tuple[str, str]:
         """The names, as callbacks' `monitor` has them, of what a scheduler watches at epochs."""
-        watched = plan.monitor or ("loss" if self._arguments.held_out is None else "val_loss")
+        watched = plan.monitor or ("val_loss" if self._arguments.held_out else "loss")
         return watched, f"{watched}_epoch"
 
     def _follow_step(self, plan: PlannedScheduler) -> None:
@@ -284,7 +290,7 @@ class Rates:
             warn(f"{problem} The scheduler waits until the logs have it.")
 
 
-def _warm_up_length(epochs: float | None, updates: int | None) -> int:
+def _warm_up_length(epochs: float | None, span: Span) -> int:
     """The updates of a warm-up of so many epochs.
 
     Raises:
@@ -292,12 +298,30 @@ def _warm_up_length(epochs: float | None, updates: int | None) -> int:
     """
     if not epochs:
         return 0
-    if updates is None:
+    whole = int(epochs)
+    before, after = span.updates_before(whole), span.updates_before(whole + 1)
+    if before is None or after is None:
         raise ConfigurationError(
             f"warmup_epochs={epochs} needs an epoch's length, but x has none. Give fit "
             "steps_per_epoch=…"
         )
-    return max(1, round(epochs * updates))
+    return max(1, round(before + (epochs - whole) * (after - before)))
+
+
+def _part_of_training(part: float, span: Span) -> int:
+    """The updates of a warm-up that is a part of the training. One update is left for the rest.
+
+    Raises:
+        ConfigurationError: the training's length is unknown.
+    """
+    updates = span.updates_before(span.epochs)
+    if updates is None:
+        raise ConfigurationError(
+            f"A warm-up of {part:g} of the training needs its length, but x has none. Give fit "
+            "steps_per_epoch=…",
+            code="FK032",
+        )
+    return min(round(part * updates), updates - 1)
 
 
 def _value_in(logs: Values, names: tuple[str, ...]) -> float | None:

@@ -7,7 +7,7 @@ import dataclasses
 import fractions
 import numbers
 from collections.abc import Collection, Mapping
-from typing import Literal, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -21,8 +21,9 @@ from fitkit.data.sources import (
     check_data_type,
     for_other_ranks,
     make_source,
+    set_label,
     split_tail,
-    validation_parts,
+    validation_sets,
 )
 from fitkit.errors import ConfigurationError
 from fitkit.losses.class_weights import ClassWeights
@@ -30,6 +31,9 @@ from fitkit.progress import Progress
 from fitkit.typing import Arrays, Data, Verbose
 
 Arguments = TypeVar("Arguments")
+
+Parts: TypeAlias = tuple[object, object, object]
+"""Data as `x`, `y` and `sample_weight`."""
 
 
 def parts_of_update(samples: int, ranks: int, size: int | None, *, is_fixed: bool) -> int:
@@ -82,7 +86,8 @@ class FitArguments:
 
     Attributes:
         callback_list, weights_by_class: what `callbacks` and `class_weight` stand for.
-        source, held_out: the data to train and to validate on; see `prepared`.
+        source: the data to train on; see `prepared`.
+        held_out: the data to validate on, by the sets' names. A single one has the empty name.
         accumulate: batches per update, if `effective_batch_size` says so.
         resumed: where a saved training stopped; None for a new one.
 
@@ -109,7 +114,7 @@ class FitArguments:
     callback_list: CallbackList = dataclasses.field(init=False)
     weights_by_class: ClassWeights | None = dataclasses.field(init=False)
     source: Source = dataclasses.field(init=False)
-    held_out: Source | None = dataclasses.field(init=False, default=None)
+    held_out: dict[str, Source] = dataclasses.field(init=False, default_factory=dict)
     accumulate: int | None = dataclasses.field(init=False, default=None)
     resumed: Progress | None = dataclasses.field(init=False, default=None)
 
@@ -206,12 +211,12 @@ class FitArguments:
             ArgumentTypeError, ConfigurationError: the data can't be read, don't fit, or have fewer
                 samples than there are ranks.
         """
-        train, validation = (self.x, self.y, self.sample_weight), None
+        train: Parts = (self.x, self.y, self.sample_weight)
+        validation: dict[str, Parts] = {}
         if self.validation_data is not None:
-            check_data_type(self.validation_data, "validation_data")
-            validation = validation_parts(self.validation_data)
+            validation = validation_sets(self.validation_data, self.x)
         elif self.validation_split:
-            train, validation = split_tail(*train, self.validation_split)
+            train, validation[""] = split_tail(*train, self.validation_split)
         batch_size, accumulate = self.batch_size, None
         if effective_batch_size is not None:
             loader = train[0] if isinstance(train[0], DataLoader) else None
@@ -232,31 +237,34 @@ class FitArguments:
                 "least one. Use fewer devices.",
                 code="FK050",
             )
-        held_out = None if validation is None else self._held_out(source, validation, float_dtype)
+        held_out = {
+            name: self._held_out(source, parts, float_dtype, set_label(name))
+            for name, parts in validation.items()
+        }
         return _with(self, source=source, held_out=held_out, accumulate=accumulate)
 
     def _held_out(
-        self, source: Source, validation: tuple[object, object, object], float_dtype: torch.dtype
+        self, source: Source, validation: Parts, float_dtype: torch.dtype, name: str
     ) -> Source:
-        """The source to validate on, which fits the one to train on."""
+        """A source to validate on, which fits the one to train on."""
         held_out = make_source(
             *validation,
             batch_size=self.validation_batch_size or self.batch_size,
             float_dtype=float_dtype,
-            name="validation_data",
+            name=name,
         )
         if self.validates_within_epochs:
-            self._check_validates_within(source, held_out)
+            self._check_validates_within(source, held_out, name)
         check_readable(
             held_out,
             sum(self.validates_after(e) for e in range(self.initial_epoch, self.epochs)),
             self.validation_steps,
-            name="validation_data",
+            name=name,
         )
-        check_alike(source, held_out)
+        check_alike(source, held_out, name)
         return held_out
 
-    def _check_validates_within(self, source: Source, held_out: Source) -> None:
+    def _check_validates_within(self, source: Source, held_out: Source, name: str) -> None:
         """Refuse data that can't be validated on several times per epoch, or at unknown batches."""
         given = f"validation_freq={describe(self.validation_freq)}"
         unknown = source.steps is None and self.steps_per_epoch is None
@@ -267,8 +275,8 @@ class FitArguments:
             )
         if not held_out.repeatable and self.validation_steps is None:
             raise ConfigurationError(
-                f"{given} validates several times, but validation_data is an iterator, which can "
-                "be read once. Give validation_steps=… to take that many batches each time, or "
+                f"{given} validates several times, but {name} is an iterator, which can be read "
+                "once. Give validation_steps=… to take that many batches each time, or "
                 "data that can be read again (a list of batches, a DataLoader, a Dataset).",
                 code="FK021",
             )
@@ -279,7 +287,7 @@ class FitArguments:
             self,
             **dict.fromkeys(("x", "y", "sample_weight", "validation_data", "callbacks")),
             source=for_other_ranks(self.source),
-            held_out=for_other_ranks(self.held_out),
+            held_out={name: for_other_ranks(one) for name, one in self.held_out.items()},
         )
 
 

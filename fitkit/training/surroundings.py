@@ -368,12 +368,14 @@ def rank_source(
     *,
     training: bool,
     steps: int | None = None,
+    fills: bool = False,
     samples_of: Callable[[Any], int] | None = None,
 ) -> Source:
     """Return this rank's share of a source: all of it if no other rank reads it.
 
     Args:
         steps: how many batches of a pass are read at most, if that is known.
+        fills: as in `sharded`.
         samples_of: counts a batch's samples; None for `counter_of(model)`.
 
     Ranks:
@@ -391,5 +393,6 @@ def rank_source(
         replace_sampler=compilation.given.replace_sampler,
         scatter=compilation.strategy.reads_on_rank_zero,
         steps=steps,
+        fills=fills,
         samples_of=samples_of,
     )

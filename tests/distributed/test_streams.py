@@ -60,3 +60,18 @@ def test_a_stream_is_read_once_in_all(stream, workers):
 def test_a_stream_that_gives_each_rank_its_part_without_saying_so_is_refused(workers):
     with pytest.raises(fitkit.ConfigurationError, match=r"FK044"):
         read(ByRank(), num_workers=workers)
+
+
+def test_steps_of_a_stream_that_rank_zero_hands_out_end_on_all_ranks_at_once():
+    torch.manual_seed(0)
+    model = fitkit.Model(linear(4, 1))
+    model.compile("sgd", "mse", accelerator="cpu", devices=2, strategy="ddp_spawn")
+    for steps in (1, 3, 4, 9):
+        numbers = iter(range(100))
+        batches = ((torch.full((2, 4), float(n)), torch.zeros(2, 1)) for n in numbers)
+        assert model.predict(batches, steps=steps, verbose=0).shape == (2 * steps, 1)
+        batches = ((torch.full((2, 4), 1.0), torch.zeros(2, 1)) for n in numbers)
+        loss = model.evaluate(batches, steps=steps, verbose=0)
+        expected = model.net(torch.ones(1, 4)).item() ** 2
+        assert loss == pytest.approx(expected)
+        assert next(numbers) == 2 * steps  # nothing more was read

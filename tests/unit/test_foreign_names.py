@@ -1,4 +1,4 @@
-"""What users of Keras, Lightning, Accelerate and skorch write, and what they are told."""
+"""What users of other libraries write, and what they are told."""
 
 import importlib
 import inspect
@@ -45,6 +45,9 @@ def test_each_name_is_not_there_and_its_error_says_what_to_write(place, name):
     elif place.startswith("fitkit"):
         with pytest.raises(AttributeError) as caught:
             getattr(importlib.import_module(place), name)
+    elif place == "lr_scheduler":
+        with pytest.raises(fitkit.ConfigurationError) as caught:
+            compiled().compile(lr_scheduler=name)
     else:
         verb = getattr(compiled(), place)
         assert name not in inspect.signature(verb).parameters
@@ -135,7 +138,8 @@ def test_a_subclass_may_use_a_peers_names():
 
 
 @pytest.mark.parametrize(("page", "peers"), [
-    ("from-keras.md", ("Keras", "skorch")), ("from-lightning.md", ("Lightning", "Accelerate")),
+    ("from-keras.md", ("Keras", "skorch")),
+    ("from-lightning.md", ("Lightning", "Accelerate", "transformers")),
 ])  # fmt: skip
 def test_the_pages_show_the_rows(page, peers):
     text = (DOCS / page).read_text()

@@ -44,6 +44,9 @@ LONGEST_NAME = 18
 VALIDATION = "val_"
 LOST = "NaN or infinite"
 
+COLORS = (ORANGE, "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+"""The colours of the curves of several validation sets."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
@@ -75,6 +78,7 @@ def learning_curves(
     curves: Mapping[str, Curve],
     metrics: str | Sequence[str] | None = None,
     *,
+    sets: Sequence[str] = (),
     directions: Mapping[str, str] | None = None,
     figure: Any = None,
     axes: Any = None,
@@ -89,6 +93,8 @@ def learning_curves(
     Args:
         curves: the logs by name. `val_loss` is drawn with `loss`.
         metrics: the logs to draw, without `val_`. None: all.
+        sets: the names of validation sets, if there are several. `val_day_loss` of the set `day`
+            is drawn with `loss`, too.
         directions: `"min"` or `"max"` by name, if known.
         figure: a figure to draw in. None makes a new one that pyplot doesn't manage.
         axes: instead of a figure, one Axes per metric.
@@ -110,7 +116,7 @@ def learning_curves(
     """
     with style("history.plot()"):
         check_place(figure, axes, path)
-        names = _chosen(curves, metrics)
+        names = _chosen(curves, metrics, sets)
         if axes is not None:
             places = list(axes) if isinstance(axes, (list, tuple)) else [axes]
             if len(places) != len(names):
@@ -126,7 +132,7 @@ def learning_curves(
                 figure = new_figure(size or (1.0 + 3.7 * columns, 0.5 + 2.6 * rows))
             places = [figure.add_subplot(rows, columns, n + 1) for n in range(len(names))]
         for place, name in zip(places, names, strict=True):
-            _panel(place, name, curves, (directions or {}).get(name))
+            _panel(place, name, curves, sets, (directions or {}).get(name))
         _explain(places)
         save(figure, path)
     found: Figure = figure
@@ -139,9 +145,9 @@ def _columns(panels: int) -> int:
     return 2 if panels == 4 else 3 if panels <= 9 else 4
 
 
-def _chosen(curves: Mapping[str, Curve], metrics: object) -> list[str]:
+def _chosen(curves: Mapping[str, Curve], metrics: object, sets: Sequence[str]) -> list[str]:
     """The panels' names, in the logs' order."""
-    known = list(dict.fromkeys(_base(name, curves) for name in curves))
+    known = list(dict.fromkeys(_base(name, curves, sets) for name in curves))
     if not known:
         raise ConfigurationError("There is nothing to draw: no epoch has ended.")
     if metrics is None:
@@ -153,7 +159,9 @@ def _chosen(curves: Mapping[str, Curve], metrics: object) -> list[str]:
         )
     found = []
     for name in asked:
-        base = name if name in known else name.removeprefix(VALIDATION)
+        base = name if name in known else _base(name, dict.fromkeys(known), sets)
+        if base not in known:
+            base = name.removeprefix(VALIDATION)
         if base not in known:
             raise ConfigurationError(
                 f"metrics has {name!r}, which no epoch has.{did_you_mean(name, known)} There are: "
@@ -165,26 +173,46 @@ def _chosen(curves: Mapping[str, Curve], metrics: object) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _base(name: str, curves: Mapping[str, Curve]) -> str:
+def _prefixes(sets: Sequence[str]) -> dict[str, str]:
+    """How the names of a validation's values begin, and the labels of their curves."""
+    return {**{f"{VALIDATION}{name}_": name for name in sets}, VALIDATION: "validation"}
+
+
+def _base(name: str, curves: Mapping[str, object], sets: Sequence[str]) -> str:
     """The panel that a log belongs to."""
-    base = name.removeprefix(VALIDATION)
-    return base if base in curves else name
+    for prefix in _prefixes(sets):
+        if name.startswith(prefix) and name.removeprefix(prefix) in curves:
+            return name.removeprefix(prefix)
+    return name
 
 
-def _panel(axes: Axes, name: str, curves: Mapping[str, Curve], direction: str | None) -> None:
-    training, validation = curves.get(name), curves.get(VALIDATION + name)
-    drawn = [curve for curve in (training, validation) if curve is not None]
+def _panel(
+    axes: Axes,
+    name: str,
+    curves: Mapping[str, Curve],
+    sets: Sequence[str],
+    direction: str | None,
+) -> None:
+    training, validations = curves.get(name), _validations(name, curves, sets)
+    drawn = [curve for curve in (training, *validations.values()) if curve is not None]
     epochs = [epoch for curve in drawn for epoch in curve.epochs]
     dashed, solid = _looks(len(set(epochs)))
     if training is not None:
-        look = solid if validation is None else dashed
-        axes.plot(*_gapped(training), **look, label="training")
-    if validation is not None:
-        axes.plot(*_gapped(validation), **solid, label="validation")
+        axes.plot(*_gapped(training), **(dashed if validations else solid), label="training")
+    for number, (label, curve) in enumerate(validations.items()):
+        color = COLORS[number % len(COLORS)] if len(validations) > 1 else BLUE
+        axes.plot(*_gapped(curve), **{**solid, "color": color}, label=label)
     _scale(axes, name, drawn, direction)
-    _mark_best(axes, drawn[-1], direction)
+    if len(validations) < 2:  # of several, none is the one that counts
+        _mark_best(axes, drawn[-1], direction)
     _mark_gaps(axes, drawn)
     _dress(axes, name, epochs)
+
+
+def _validations(name: str, curves: Mapping[str, Curve], sets: Sequence[str]) -> dict[str, Curve]:
+    """The curves of a panel that are a validation's, by their labels."""
+    found = {label: curves.get(prefix + name) for prefix, label in _prefixes(sets).items()}
+    return {label: curve for label, curve in found.items() if curve is not None}
 
 
 def _looks(points: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -247,13 +275,13 @@ def _dress(axes: Axes, name: str, epochs: list[int]) -> None:
 
 def _explain(places: list[Axes]) -> None:
     """Add legends for training and validation, and for crosses if there are any."""
-    pending = {"training", "validation"}
+    is_pending = True
     for axes in places:
         named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
         shown = [LOST] if LOST in named else []
-        if "validation" in named:
-            shown = [name for name in named if name in pending or name in shown]
-            pending = set()
+        if is_pending and set(named) - {"training", LOST}:
+            shown = list(named)
+            is_pending = False
         if shown:
             axes.legend([named[name] for name in shown], shown, **LEGEND)
 
