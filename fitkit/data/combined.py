@@ -11,22 +11,21 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from fitkit.arguments import check_choice, describe
-from fitkit.data.batches import Source, marked
+from fitkit.data.batches import marked
 from fitkit.data.loaders import (
     ReadInOrder,
     begin_order,
-    generators_of,
     iterate,
     iterates_by_itself,
     seeds_apart,
-    tell_epoch,
 )
+from fitkit.data.sources import DrawnSource, ReadByItself
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 MODES = ("min_size", "max_size_cycle", "max_size")
 
 
-class CombinedLoader:
+class CombinedLoader(ReadByItself):
     """Yields a batch from each of several loaders at a time, in the loaders' structure.
 
     `fit`, `evaluate` and `predict` take it like any loader. Your own steps get the batch, for
@@ -96,12 +95,29 @@ class CombinedLoader:
         return self._pass([partial(iter, part) for part in self.parts])
 
     def pass_of(self, number: int) -> Iterator[Any]:
-        """The batches of pass `number`, read as `fit` reads a single loader."""
         begins: list[Callable[[], Iterator[Any]]] = [
             partial(iterate, part, number) if isinstance(part, DataLoader) else partial(iter, part)
             for part in self.parts
         ]
         return self._pass(begins)
+
+    def by_index(
+        self, prepared: Callable[[DataLoader[Any]], DataLoader[Any]]
+    ) -> CombinedSource | None:
+        for loader in self.parts:
+            if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+                return None
+            if iterates_by_itself(loader):
+                return None
+            try:
+                length = len(loader)
+            except TypeError:
+                return None  # its sampler has none
+            if not length:
+                raise ConfigurationError(
+                    "A loader of the CombinedLoader is empty: it has no batches."
+                )
+        return CombinedSource(self, [prepared(loader) for loader in self.parts])
 
     def _pass(self, begins: list[Callable[[], Iterator[Any]]]) -> Iterator[Any]:
         # All begin now, in their order, as in `zip(first, second)`.
@@ -145,7 +161,7 @@ def _cycled(
         yield batches
 
 
-class CombinedSource(Source):
+class CombinedSource(DrawnSource):
     """The batches of a `CombinedLoader` whose loaders are all read by index.
 
     Args:
@@ -155,25 +171,12 @@ class CombinedSource(Source):
 
     def __init__(self, combined: CombinedLoader, loaders: list[DataLoader[Any]]) -> None:
         self.combined = combined
-        self.loaders: Any = loaders
+        self.loaders = loaders
         self.steps: int | None = combined.length(map(len, loaders))
         self._readers = [ReadInOrder(loader) for loader in loaders]
 
-    @property
-    def generators(self) -> list[torch.Generator]:
-        return generators_of(*self.loaders)
-
-    def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
-        for loader in self.loaders:
-            tell_epoch(loader, number)
-        orders, seeds = self.draw()
-        return self.read([order[skip:] for order in orders], number, seeds, place=skip)
-
     def draw(self) -> tuple[list[list[Any]], list[torch.Generator]]:
-        """The indices of each loader's batches in a pass, and its seeds.
-
-        `EMPTY` stands for a batch of a loader that has ended.
-        """
+        """As of all drawn sources; `EMPTY` stands for a batch of a loader that has ended."""
         seeds: list[torch.Generator] = []
 
         def begin(loader: DataLoader[Any], *, first: bool) -> Iterator[Any]:
@@ -190,13 +193,6 @@ class CombinedSource(Source):
     def read(
         self, orders: list[list[Any]], number: int, seeds: list[torch.Generator], *, place: int
     ) -> Iterator[Any]:
-        """The batches of these indices, without drawing more random numbers.
-
-        Args:
-            number: the number of the pass.
-            seeds: each loader's, as `draw` gives them.
-            place: where these batches are read, for `seeds_apart`.
-        """
         found = [
             self._batches(reader, chosen, number, seeds_apart(own, place))
             for reader, chosen, own in zip(self._readers, orders, seeds, strict=True)
@@ -213,28 +209,3 @@ class CombinedSource(Source):
 
 EMPTY = None
 """In place of the indices of a batch, for a loader that has ended."""
-
-
-def combined_source(
-    combined: CombinedLoader, prepared: Callable[[DataLoader[Any]], DataLoader[Any]]
-) -> CombinedSource | None:
-    """The source for a `CombinedLoader`; None if a loader can't be read by index.
-
-    Args:
-        prepared: a function that returns the loader to read in place of a given one.
-
-    Raises:
-        ConfigurationError: a loader has no batches.
-    """
-    for loader in combined.parts:
-        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-            return None
-        if iterates_by_itself(loader):
-            return None
-        try:
-            length = len(loader)
-        except TypeError:
-            return None  # its sampler has none
-        if not length:
-            raise ConfigurationError("A loader of the CombinedLoader is empty: it has no batches.")
-    return CombinedSource(combined, [prepared(loader) for loader in combined.parts])

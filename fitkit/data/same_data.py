@@ -14,8 +14,7 @@ from fitkit import trees
 from fitkit.arguments import dtype_name
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import Source
-from fitkit.data.combined import CombinedSource
-from fitkit.data.sources import LoaderSource, length_of
+from fitkit.data.sources import DrawnSource, LoaderSource, length_of
 from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ConfigurationError
 from fitkit.tensors import bytes_of
@@ -64,7 +63,7 @@ def _facts(source: Source) -> Iterator[tuple[str, int]]:
         for name, part in zip(("x", "y", "sample_weight"), source.batch, strict=False):
             for path, leaf in trees.leaves_with_paths(part):
                 yield _array_facts(name + path, leaf)
-    elif isinstance(source, CombinedSource):
+    elif isinstance(source, DrawnSource):
         for loader in source.loaders:
             yield from _dataset_facts(loader.dataset)
     elif isinstance(source, LoaderSource):

@@ -29,8 +29,6 @@ from torch.utils.data import (
 from fitkit import trees
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import Batch, CountedSource, NoRows, Source, marked
-from fitkit.data.collate import padded
-from fitkit.data.combined import CombinedSource
 from fitkit.data.loaders import (
     ReadInOrder,
     begin_order,
@@ -43,11 +41,14 @@ from fitkit.data.loaders import (
 )
 from fitkit.data.permutation import IndexBatches
 from fitkit.data.same_data import batch_facts, check_same_on_all_ranks
-from fitkit.data.sources import LoaderSource, collate_without_masks, without_first
+from fitkit.data.sources import DrawnSource, LoaderSource, collate_without_masks, without_first
 from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ConfigurationError, warn
 from fitkit.random_states import digest_of_random_state, random_state, set_random_state
 from fitkit.samples import samples_of
+
+KEEPS_ROWS = "keeps_rows"
+"""A collate function with this attribute set to True makes one row of each sample."""
 
 SHARDS_ITSELF = "shards_itself"
 """An IterableDataset with this attribute set to True gives each rank its own part already."""
@@ -89,8 +90,8 @@ def _shard_of(
     scatter: bool,
     steps: int | None,
 ) -> _Shard:
-    if isinstance(source, (LoaderSource, CombinedSource)):
-        loaders = source.loaders if isinstance(source, CombinedSource) else [source.loader]
+    if isinstance(source, (LoaderSource, DrawnSource)):
+        loaders = source.loaders if isinstance(source, DrawnSource) else [source.loader]
         dataset = loaders[0].dataset if isinstance(source, LoaderSource) else None
         if isinstance(dataset, IterableDataset):
             is_part = gives_parts(dataset, ranks)
@@ -101,11 +102,11 @@ def _shard_of(
             return shard
     if isinstance(source, LoaderSource) and source.is_stream:
         return _HandedOut(source, ranks, training, steps)
-    if isinstance(source, (ArraySource, LoaderSource, CombinedSource)):
+    if isinstance(source, (ArraySource, LoaderSource, DrawnSource)):
         if not scatter:  # else all ranks have the data that rank 0 sent them
             check_same_on_all_ranks(source, ranks)
-        if isinstance(source, CombinedSource):
-            return _DealtCombined(source, ranks, training)
+        if isinstance(source, DrawnSource):
+            return _DealtDrawn(source, ranks, training)
         return _DealtByIndex(source, ranks, training, steps)
     if scatter:
         return _HandedOut(source, ranks, training, steps)
@@ -155,8 +156,9 @@ def keeps_rows(loader: DataLoader[Any]) -> bool:
     """
     collate = getattr(loader.collate_fn, "func", loader.collate_fn)
     many = getattr(type(loader.dataset), "__getitems__", loader.collate_fn)
+    is_by_torch = collate in (default_collate, collate_without_masks)
     return (
-        collate in (default_collate, collate_without_masks, padded)
+        (is_by_torch or getattr(collate, KEEPS_ROWS, False) is True)
         and many.__module__.partition(".")[0] in ("torch", "datasets", "fitkit")
         and loader.in_order
     )
@@ -458,10 +460,10 @@ class _DealtByIndex(_Shard):
         return marked(self._reader(itertools.chain(first, indices), number, seeds))
 
 
-class _DealtCombined(_Shard):
+class _DealtDrawn(_Shard):
     """Several loaders side by side, whose batches are divided among the ranks together."""
 
-    source: CombinedSource
+    source: DrawnSource
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         for loader in self.source.loaders:

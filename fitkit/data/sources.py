@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import numbers
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -33,7 +34,6 @@ from fitkit.data.arrays import (
     wide_dtype,
 )
 from fitkit.data.batches import Source, check_weights, marked, warn_of_second_target
-from fitkit.data.combined import CombinedLoader, combined_source
 from fitkit.data.loaders import (
     ReadInOrder,
     batches_by_index,
@@ -170,9 +170,62 @@ class IterableSource(Source):
         tell_epoch(self.iterable, number)
         if self.own_state is not None and (not skip or self.own_state.waits):
             return marked(self.own_state.batches())
-        if isinstance(self.iterable, CombinedLoader):
-            return marked(without_first(self.iterable.pass_of(number), skip))
-        return marked(without_first(iter(self.iterable), skip))
+        given = self.iterable
+        batches = given.pass_of(number) if isinstance(given, ReadByItself) else iter(given)
+        return marked(without_first(batches, skip))
+
+
+class DrawnSource(Source, ABC):
+    """Several loaders that are read by index together; a pass's order is drawn as it begins."""
+
+    loaders: list[DataLoader[Any]]
+
+    @abstractmethod
+    def draw(self) -> tuple[list[list[Any]], list[torch.Generator]]:
+        """The indices of each loader's batches in a pass, and its seeds."""
+
+    @abstractmethod
+    def read(
+        self, orders: list[list[Any]], number: int, seeds: list[torch.Generator], *, place: int
+    ) -> Iterator[Any]:
+        """The batches of these indices, without drawing more random numbers.
+
+        Args:
+            number: the number of the pass.
+            seeds: each loader's, as `draw` gives them.
+            place: where these batches are read, for `seeds_apart`.
+        """
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        return generators_of(*self.loaders)
+
+    def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
+        for loader in self.loaders:
+            tell_epoch(loader, number)
+        orders, seeds = self.draw()
+        return self.read([order[skip:] for order in orders], number, seeds, place=skip)
+
+
+class ReadByItself(ABC):
+    """Data that know how a pass over them is read."""
+
+    @abstractmethod
+    def pass_of(self, number: int) -> Iterator[Any]:
+        """The batches of pass `number`."""
+
+    @abstractmethod
+    def by_index(
+        self, prepared: Callable[[DataLoader[Any]], DataLoader[Any]]
+    ) -> DrawnSource | None:
+        """The source that reads them by index; None if that is impossible.
+
+        Args:
+            prepared: a function that returns the loader to read in place of a given one.
+
+        Raises:
+            ConfigurationError: a loader has no batches.
+        """
 
 
 def without_first(batches: Iterator[Any], skip: int) -> Iterator[Any]:
@@ -330,8 +383,8 @@ def _batch_source(x: Any, batch_size: int, shuffle: bool | str, name: str) -> So
         by_torch = bool(shuffle) and sampler is None
         return LoaderSource(DataLoader(x, batch_size, shuffle=by_torch, sampler=sampler))
     _warn_unused_batch_size(name, x, batch_size, None)
-    combined = combined_source(x, _without_masks) if isinstance(x, CombinedLoader) else None
-    return IterableSource(x) if combined is None else combined
+    drawn = x.by_index(_without_masks) if isinstance(x, ReadByItself) else None
+    return IterableSource(x) if drawn is None else drawn
 
 
 def _is_map_style(x: Any) -> bool:
