@@ -92,13 +92,6 @@ from fitkit.checkpoint.header import (
     open_file,
     unreadable,
 )
-from fitkit.checkpoint.remote import (
-    check_writable,
-    files_in,
-    make_folder,
-    parent,
-    uploading,
-)
 from fitkit.checkpoint.sharded_folder import (
     is_folder_name,
 )
@@ -238,7 +231,6 @@ __all__ = [
     "check_pair",
     "check_trainable",
     "check_trains",
-    "check_writable",
     "checked_path",
     "checked_place",
     "checkpoint_in",
@@ -250,7 +242,6 @@ __all__ = [
     "detect",
     "elements",
     "enter",
-    "files_in",
     "first_rate",
     "format_of",
     "from_all_ranks",
@@ -261,7 +252,6 @@ __all__ = [
     "hook_of",
     "is_folder_name",
     "is_multiple_in",
-    "make_folder",
     "make_source",
     "matched",
     "named_strategy",
@@ -272,7 +262,6 @@ __all__ = [
     "open_weights",
     "optimizers_of",
     "overload",
-    "parent",
     "part_sizes",
     "plain_layers",
     "plain_value",
@@ -298,7 +287,6 @@ __all__ = [
     "storable",
     "unpack_batch",
     "unreadable",
-    "uploading",
     "usable_cores",
     "weights_in",
     "whole",

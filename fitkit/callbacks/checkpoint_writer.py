@@ -19,6 +19,7 @@ from fitkit.callbacks.base import from_all_ranks, from_rank_zero, run_of, severa
 from fitkit.checkpoint import (
     is_folder_name,
     open_checkpoint,
+    remote,
     remove_abandoned,
     remove_checkpoint,
     save_checkpoint,
@@ -28,7 +29,7 @@ from fitkit.checkpoint import (
 from fitkit.checkpoint.atomic import replacing
 from fitkit.checkpoint.container import write_container
 from fitkit.checkpoint.folders import INDEX, SHARD, UnfinishedFolder
-from fitkit.checkpoint.remote import check_writable, is_url, make_folder, parent, refuse_url
+from fitkit.checkpoint.remote import is_url, refuse_url
 from fitkit.checkpoint.sharded_folder import Content, plan_shards, spread_alone, write_shard
 from fitkit.distributed.collectives import Collectives, together
 from fitkit.errors import CheckpointError, ConfigurationError, warn
@@ -242,7 +243,7 @@ class CheckpointWriter:
             ConfigurationError, MissingPackageError, CheckpointError: it can't be written to.
         """
         if isinstance(folder, str) and is_url(folder):
-            self._on_rank_zero(model, lambda: check_writable(folder))
+            self._on_rank_zero(model, lambda: remote.check_writable(folder))
 
     def save(self, model: Module, path: str, then: Callable[[], None] = lambda: None) -> None:
         """Write a file, and create its folder if needed.
@@ -381,7 +382,7 @@ def _running(model: Module) -> Run:
 def _make_folder(path: str) -> None:
     """Create the folder for a checkpoint, and remove what killed processes left in it."""
     if is_url(path):
-        make_folder(parent(path))
+        remote.make_folder(remote.parent(path))
         return
     folder = os.path.dirname(path) or "."
     try:

@@ -13,8 +13,9 @@ from typing import Any
 
 from fitkit.arguments import check_flag, describe
 from fitkit.callbacks.base import Callback, Logs
+from fitkit.checkpoint import remote
 from fitkit.checkpoint.atomic import remove_abandoned, replacing
-from fitkit.checkpoint.remote import downloaded, is_url, refuse_url
+from fitkit.checkpoint.remote import is_url, refuse_url
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 ABSENT = "NA"
@@ -277,7 +278,7 @@ def checked_place(path: object, name: str = "path") -> Path | str:
 
 def _text_at(url: str) -> str:
     try:
-        with downloaded(url) as local:
+        with remote.downloaded(url) as local:
             text = Path(local).read_text(encoding="utf-8")
     except FileNotFoundError:
         return ""

@@ -21,7 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
 
-from fitkit.checkpoint.remote import is_url, uploading
+from fitkit.checkpoint import remote
+from fitkit.checkpoint.remote import is_url
 from fitkit.errors import CheckpointError
 
 try:
@@ -61,7 +62,7 @@ def replacing(path: str | os.PathLike[str], size_bytes: int = 0) -> Iterator[Bin
         CheckpointError: the file can't be written; the message says what to do.
     """
     if is_url(path):
-        with uploading(os.fspath(path)) as file:
+        with remote.uploading(os.fspath(path)) as file:
             yield file
         return
     target = _target_of(path)

@@ -17,8 +17,9 @@ from typing import BinaryIO, NamedTuple
 
 import xxhash
 
+from fitkit.checkpoint import remote
 from fitkit.checkpoint.arrays import FileState, state_of
-from fitkit.checkpoint.remote import downloaded, is_url
+from fitkit.checkpoint.remote import is_url
 from fitkit.errors import CheckpointError
 
 HEADER_SIZE = 512
@@ -105,7 +106,7 @@ def open_file(path: str | os.PathLike[str]) -> BinaryIO:
     """
     name = os.fspath(path)
     if is_url(path):
-        with downloaded(str(path)) as local:
+        with remote.downloaded(str(path)) as local:
             return open(local, "rb", buffering=0)
     try:
         # Before opening: opening a pipe would wait for ever.

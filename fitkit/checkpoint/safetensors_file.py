@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import torch
 
 from fitkit.arguments import dtype_name
+from fitkit.checkpoint import remote
 from fitkit.checkpoint.arrays import (
     LARGEST_RANK,
     Described,
@@ -32,7 +33,7 @@ from fitkit.checkpoint.atomic import HeldInterrupts, replacing
 from fitkit.checkpoint.formats import FORMATS, OpenWeights, Weights, decode_extra, encode_extra
 from fitkit.checkpoint.frozen import Frozen
 from fitkit.checkpoint.header import NO_DIGEST, damaged, digest_of, former, open_file, unreadable
-from fitkit.checkpoint.remote import downloaded, is_url
+from fitkit.checkpoint.remote import is_url
 from fitkit.errors import ConfigurationError
 
 # The format's names for dtypes, https://github.com/huggingface/safetensors (Dtype). Its F4 counts
@@ -193,7 +194,7 @@ def open_tensors(path: str | os.PathLike[str]) -> Iterator[SafeTensorsFile]:
     name = os.fspath(path)
     with contextlib.ExitStack() as stack:
         if is_url(path):
-            path = stack.enter_context(downloaded(name))
+            path = stack.enter_context(remote.downloaded(name))
         while True:
             file = stack.enter_context(open_file(path))
             with unreadable(name):

@@ -19,7 +19,7 @@ from fitkit.errors import ArgumentTypeError, ConfigurationError, missing_package
 from fitkit.extras.loggers.base import Logger, Unit, pixels
 from fitkit.random_states import random_state, set_random_state
 from fitkit.registry import did_you_mean
-from fitkit.seams import Logs, check_writable, checked_place, make_folder, parent, uploading
+from fitkit.seams import Logs, checked_place, remote
 
 OURS = ("log_dir", "histogram_freq", "write_graph", "write_steps_per_second", "update_freq")
 
@@ -201,7 +201,7 @@ class EventFiles:
         self._sent: dict[str, int] = {}  # how many bytes of each file are at the URL
         self._sent_at_s = time.monotonic()
         if self._url is not None:
-            check_writable(self._url)
+            remote.check_writable(self._url)
             self._local = tempfile.TemporaryDirectory(prefix="fitkit-", ignore_cleanup_errors=True)
             self._folder = Path(self._local.name)
 
@@ -247,8 +247,8 @@ class EventFiles:
             if size_bytes == self._sent.get(name):
                 continue
             url = f"{self._url}/{name}"
-            make_folder(parent(url))
-            with path.open("rb") as source, uploading(url) as file:
+            remote.make_folder(remote.parent(url))
+            with path.open("rb") as source, remote.uploading(url) as file:
                 shutil.copyfileobj(source, file)
             self._sent[name] = size_bytes
         self._sent_at_s = time.monotonic()
