@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -64,6 +65,52 @@ class WrappedModel:
         """As a call of the object itself, past its wrapper."""
         target = getattr(self.module, method) if method else self.module
         return target(*args, **kwargs)
+
+
+class DividedModel(WrappedModel):
+    """A model that each rank calls with its part of a batch's sequences, beside other ranks."""
+
+    size: int
+    """How many ranks share a sequence."""
+
+    @abstractmethod
+    def attending(self) -> AbstractContextManager[None]:
+        """Let attention see all ranks' tokens: in forward, and where it is computed again."""
+
+    @abstractmethod
+    def divide(self, x: Any, y: Any = None, weight: Any = None) -> tuple[Any, Any, Any]:
+        """This rank's part of a batch."""
+
+    @abstractmethod
+    def join(self, outputs: Any) -> Any:
+        """The outputs for whole sequences, of all ranks' parts."""
+
+    @abstractmethod
+    def mean(self, loss: torch.Tensor, count: Any) -> tuple[torch.Tensor, Any]:
+        """The loss of whole sequences and its count, of those of this rank's part."""
+
+    @abstractmethod
+    def check(
+        self, predict: Callable[[Callable[..., Any], Any], Any], x: Any, y: Any = None
+    ) -> tuple[Any, Any, Any, Any]:
+        """Refuse a net that gives something else for parts than for whole sequences.
+
+        Args:
+            predict: gives what a way into the net makes of inputs.
+            x, y: a first batch, with whole sequences.
+
+        Returns:
+            The outputs and targets of its first tokens, whole; and this rank's part of both.
+        """
+
+    @abstractmethod
+    def check_loss(self, whole: torch.Tensor, of_parts: torch.Tensor) -> None:
+        """Refuse a loss that isn't a mean over tokens.
+
+        Args:
+            whole: of the outputs that `check` has given.
+            of_parts: what `mean` makes of the loss of this rank's part.
+        """
 
 
 class StepRouter(nn.Module):

@@ -19,9 +19,8 @@ from fitkit.data.sources import targets_of
 from fitkit.data.to_device import Mover, moved_by
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.rows import mean_by
-from fitkit.distributed.spread.context_parallel import SequenceParts
 from fitkit.distributed.sync_batchnorm import Synchronization
-from fitkit.distributed.wrapped_model import WrappedModel
+from fitkit.distributed.wrapped_model import DividedModel, WrappedModel
 from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import has_own_steps, overridden, step_arguments
 from fitkit.losses import checked_count
@@ -240,7 +239,7 @@ def predict_step_for(model: Module, source: Source | None = None) -> tuple[StepC
 
 def _check_undivided(model: Module, wrapped: WrappedModel, stage: str) -> None:
     """Refuse steps of the model's own where ranks divide sequences: they would see parts."""
-    if isinstance(wrapped, SequenceParts) and has_own_steps(model, stage):
+    if isinstance(wrapped, DividedModel) and has_own_steps(model, stage):
         raise ConfigurationError(
             f"{stage}_step and its hooks would see only a rank's part of each sequence under "
             "context_parallel. Give compile the loss and the metrics instead."

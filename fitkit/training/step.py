@@ -21,10 +21,9 @@ from fitkit.compilation import MEMORY_FORMATS
 from fitkit.data.batches import Batch, check_weights, unpack_batch, warn_of_second_target
 from fitkit.data.to_device import LABEL_KEYS, Mover, Transfer
 from fitkit.distributed.collectives import Collectives
-from fitkit.distributed.spread.context_parallel import SequenceParts
 from fitkit.distributed.strategies import Strategy
 from fitkit.distributed.sync_batchnorm import Synchronization
-from fitkit.distributed.wrapped_model import WrappedModel
+from fitkit.distributed.wrapped_model import DividedModel, WrappedModel
 from fitkit.errors import ConfigurationError
 from fitkit.hooks import overridden
 from fitkit.losses import CompiledLoss, Count, Term
@@ -106,7 +105,7 @@ class CompiledStep:
         self._precision, self._kind = strategy.precision, strategy.device.type
         self._is_plain = strategy.precision.is_plain
         self.enter_again()
-        self._sequences = wrapped if isinstance(wrapped, SequenceParts) else None
+        self._sequences = wrapped if isinstance(wrapped, DividedModel) else None
         self.caller: Caller = caller_of(model)
         self.mover: Mover = mover_of(model)
         self._unpack = unpacker_of(model, None if predicts else name)
@@ -372,7 +371,7 @@ class CompiledStep:
         if self.all_targets and self.all_targets[0] is None:  # the user named none, as for arrays
             warn_of_second_target(y, weight)
 
-    def _check_sequences(self, sequences: SequenceParts, x: Any, y: Any) -> None:
+    def _check_sequences(self, sequences: DividedModel, x: Any, y: Any) -> None:
         """Refuse a net or a loss that can't be computed from parts of sequences."""
 
         def outputs(forward: Callable[..., Any], x: Any) -> Any:

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.nn import functional as F
 
 import fitkit
+from fitkit.distributed.collectives import Solo
 from fitkit.distributed.spread.module import check_trains
 from fitkit.distributed.spread.tensor_parallel import TensorParallel
 from fitkit.strategies import FSDPStrategy
@@ -547,7 +548,7 @@ def test_the_reason_why_a_plan_cannot_be_kept_is_told(case):
     """What the refusals below come from, without their processes."""
     plan, message = UNKEEPABLE[case]
     with pytest.raises(fitkit.ConfigurationError, match=message):
-        TensorParallel(net(), plan, types.SimpleNamespace(size=lambda: 2))
+        TensorParallel(net(), plan, types.SimpleNamespace(size=lambda: 2), Solo())
 
 
 @pytest.mark.parametrize(

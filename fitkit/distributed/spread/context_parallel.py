@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fitkit import trees
 from fitkit.distributed.spread.tensor_parallel import local_part
 from fitkit.distributed.world import RankGroup
-from fitkit.distributed.wrapped_model import WrappedModel
+from fitkit.distributed.wrapped_model import DividedModel, WrappedModel
 from fitkit.errors import ConfigurationError
 from fitkit.modes import modes_restored
 
@@ -33,7 +33,7 @@ WAYS = (
 )
 
 
-class SequenceParts(WrappedModel):
+class SequenceParts(DividedModel):
     """Calls a model with this rank's part of each sequence; the others have the other parts.
 
     Each rank has as many neighbouring tokens, in rank order. In a call, and in the backward pass
@@ -83,7 +83,6 @@ class SequenceParts(WrappedModel):
 
     @contextlib.contextmanager
     def attending(self) -> Iterator[None]:
-        """Let attention see all ranks' tokens: in forward, and where it is computed again."""
         if self._attention is not None:
             yield
             return
@@ -217,7 +216,7 @@ class SequenceParts(WrappedModel):
             raise ConfigurationError(message)
 
     def mean(self, loss: torch.Tensor, count: Any) -> tuple[torch.Tensor, Any]:
-        """The loss of whole sequences, of this rank's part.
+        """As of all divided models.
 
         Args:
             loss: the mean over this rank's tokens.
@@ -273,17 +272,10 @@ class SequenceParts(WrappedModel):
     def check(
         self, predict: Callable[[Callable[..., Any], Any], Any], x: Any, y: Any = None
     ) -> tuple[Any, Any, Any, Any]:
-        """Refuse a net that gives something else for parts than for whole sequences.
+        """As of all divided models.
 
-        It is computed in both ways, for one sample's first tokens. Its weights are random
+        The net is computed in both ways, for one sample's first tokens. Its weights are random
         meanwhile: in a fresh net some are zero, or so small that a difference wouldn't show.
-
-        Args:
-            predict: gives what a way into the net makes of inputs.
-            x, y: a first batch, with whole sequences.
-
-        Returns:
-            The outputs and targets of these tokens, whole; and this rank's part of both.
 
         Ranks:
             Collective among all.
@@ -355,11 +347,7 @@ class SequenceParts(WrappedModel):
         )
 
     def check_loss(self, whole: torch.Tensor, of_parts: torch.Tensor) -> None:
-        """Refuse a loss that isn't a mean over tokens.
-
-        Args:
-            whole: of the outputs that `check` has given.
-            of_parts: what `mean` makes of the loss of this rank's part.
+        """As of all divided models.
 
         Ranks:
             Collective among all.

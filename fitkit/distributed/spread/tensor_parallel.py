@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fitkit.arguments import check_choice, check_count, describe
+from fitkit.arguments import check_choice, describe
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.spread.module import shares_parameters
 from fitkit.errors import ArgumentTypeError, ConfigurationError
@@ -18,14 +18,13 @@ from fitkit.errors import ArgumentTypeError, ConfigurationError
 STYLES = ("colwise", "rowwise")
 
 
-def check_plan(ranks: Any, plan: Any) -> None:
-    """Refuse invalid arguments.
+def check_plan(ranks: int, plan: Any) -> None:
+    """Refuse an invalid plan.
 
     Args:
         ranks: how many compute a batch together.
         plan: the style of each submodule, by its name in the net; None where `ranks` is 1.
     """
-    check_count("tensor_parallel", ranks)
     if (ranks > 1) != bool(plan):
         raise ConfigurationError(
             f"tensor_parallel={ranks} with tensor_parallel_plan={describe(plan)}: a plan is needed "
@@ -57,14 +56,18 @@ class TensorParallel:
         net: the module whose submodules the plan names.
         plan: the style of each; `*` in a name stands for one part of it (`"layers.*.up"`).
         mesh: the ranks that compute a batch together.
+        collectives: of all ranks.
 
     Raises:
         ConfigurationError: a name that fits no submodule, or a submodule whose parameters others
             have, too.
     """
 
-    def __init__(self, net: nn.Module, plan: Mapping[str, Any], mesh: Any) -> None:
+    def __init__(
+        self, net: nn.Module, plan: Mapping[str, Any], mesh: Any, collectives: Collectives
+    ) -> None:
         self._mesh = mesh
+        self._collectives = collectives
         self._styles: dict[nn.Module, Any] = {}
         for pattern, style in plan.items():
             for part in _named_by(net, pattern):
@@ -96,6 +99,37 @@ class TensorParallel:
             if style is not None:
                 made = kinds[style]() if isinstance(style, str) else style
                 parallelize_module(part, self._mesh, made)
+
+    def scale(self, gradients: list[torch.Tensor], factor: Any) -> None:
+        """Multiply gradients, which may be spread over different meshes, by a number."""
+        for gradient in gradients:
+            local_part(gradient).mul_(factor)
+
+    @torch.no_grad()
+    def clip(self, gradients: list[torch.Tensor], limit: float, algorithm: str) -> None:
+        """Limit the gradients as `Engine.clip` does.
+
+        Ranks:
+            Collective.
+        """
+        if algorithm == "norm":
+            self.scale(gradients, min(limit / (self.norm(gradients) + 1e-6), 1.0))
+            return
+        for gradient in gradients:
+            local_part(gradient).clamp_(-limit, limit)
+
+    def norm(self, tensors: Iterable[torch.Tensor]) -> float:
+        """The norm of all tensors together, which may be spread over different meshes.
+
+        Ranks:
+            Collective.
+        """
+        total = 0.0
+        for tensor in tensors:
+            squares = local_part(tensor).double().square().sum()
+            total += float(squares) * _distinct(tensor) / self._collectives.world_size
+        (summed,) = self._collectives.sums([total])
+        return math.sqrt(summed)
 
 
 def divided_in(net: nn.Module, plan: Mapping[str, Any]) -> set[nn.Parameter]:
@@ -146,32 +180,6 @@ def _check_divides(part: nn.Module, name: str, style: str, ranks: int) -> None:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a tensor: all of an ordinary one; shares its memory."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-@torch.no_grad()
-def clip_norm(gradients: list[torch.Tensor], limit: float, collectives: Collectives) -> None:
-    """Limit the norm of all gradients together, which may be spread over different meshes.
-
-    Ranks:
-        Collective.
-    """
-    factor = min(limit / (norm_over_meshes(gradients, collectives) + 1e-6), 1.0)
-    for gradient in gradients:
-        local_part(gradient).mul_(factor)
-
-
-def norm_over_meshes(tensors: Iterable[torch.Tensor], collectives: Collectives) -> float:
-    """The norm of all tensors together, which may be spread over different meshes.
-
-    Ranks:
-        Collective.
-    """
-    total = 0.0
-    for tensor in tensors:
-        squares = local_part(tensor).double().square().sum()
-        total += float(squares) * _distinct(tensor) / collectives.world_size
-    (summed,) = collectives.sums([total])
-    return math.sqrt(summed)
 
 
 def _distinct(tensor: Any) -> int:

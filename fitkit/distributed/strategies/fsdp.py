@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,24 +22,19 @@ from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.first_forward import refusing_writes
 from fitkit.distributed.meta_tensors import Unfilled
 from fitkit.distributed.precision import MixedPrecision
-from fitkit.distributed.spread.context_parallel import SequenceParts, context_group
 from fitkit.distributed.spread.in_place import whole_on_host
 from fitkit.distributed.spread.module import ShardedModule, blocks_of, check_trains, check_wrap
 from fitkit.distributed.spread.optimizer import SpreadOptimizer
-from fitkit.distributed.spread.tensor_parallel import (
-    TensorParallel,
-    check_plan,
-    clip_norm,
-    local_part,
-    norm_over_meshes,
-)
 from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.ddp import DDP
 from fitkit.distributed.strategies.engine import Engine
 from fitkit.distributed.world import RankGroup
-from fitkit.distributed.wrapped_model import StepRouter, WrappedModel
+from fitkit.distributed.wrapped_model import DividedModel, StepRouter, WrappedModel
 from fitkit.errors import ConfigurationError, warn
 from fitkit.random_states import random_state, set_random_state
+
+if TYPE_CHECKING:
+    from fitkit.distributed.spread.tensor_parallel import TensorParallel
 
 
 class FSDP(DDP):
@@ -109,7 +104,11 @@ class FSDP(DDP):
         check_blocks("activation_checkpointing", activation_checkpointing)
         check_flag("reshard_after_forward", reshard_after_forward)
         check_count("shard_size", shard_size, minimum=2, optional=True)
-        check_plan(tensor_parallel, tensor_parallel_plan)
+        check_count("tensor_parallel", tensor_parallel)
+        if tensor_parallel > 1 or tensor_parallel_plan is not None:
+            from fitkit.distributed.spread.tensor_parallel import check_plan
+
+            check_plan(tensor_parallel, tensor_parallel_plan)
         if tensor_parallel > 1 and shard_size is not None:
             raise ConfigurationError(
                 "shard_size and tensor_parallel each divide the ranks into groups. Give one."
@@ -185,6 +184,8 @@ class FSDP(DDP):
         super().join(store)
         ranks = self.collectives
         if self.context_parallel > 1 and ranks.world_size > 1:
+            from fitkit.distributed.spread.context_parallel import context_group
+
             self._context = context_group(
                 self.context_parallel, ranks.world_size, ranks.rank, self.timeout
             )
@@ -216,7 +217,7 @@ class FSDP(DDP):
 
     def wrap_for_training(self, module: nn.Module, **options: bool) -> WrappedModel:
         parts = self._with_parts(super().wrap_for_training(module, **options))
-        if isinstance(parts, SequenceParts) and isinstance(self.engine, FSDPEngine):
+        if isinstance(parts, DividedModel) and isinstance(self.engine, FSDPEngine):
             self.engine.attending = parts.attending
         return parts
 
@@ -225,8 +226,10 @@ class FSDP(DDP):
 
     def _with_parts(self, whole: WrappedModel) -> WrappedModel:
         """The model as it is called if ranks divide sequences among them."""
-        if self._context is None or isinstance(whole, SequenceParts):
+        if self._context is None or isinstance(whole, DividedModel):
             return whole
+        from fitkit.distributed.spread.context_parallel import SequenceParts
+
         return SequenceParts(
             whole,
             self.context_parallel,
@@ -330,12 +333,14 @@ class FSDPEngine(Engine):
         size, kind = self._collectives.world_size, strategy.device.type
         within = size if strategy.shard_size is None else strategy.shard_size
         if strategy.tensor_parallel > 1:
+            from fitkit.distributed.spread.tensor_parallel import TensorParallel
+
             shape = size // strategy.tensor_parallel, strategy.tensor_parallel
             both = init_device_mesh(kind, shape, mesh_dim_names=("data", "tensor"))
             mesh = both["data"]
             net: Any = getattr(module, "_weights_module", lambda: module)()
             plan = strategy.tensor_parallel_plan or {}
-            self._divided = TensorParallel(net, plan, both["tensor"])
+            self._divided = TensorParallel(net, plan, both["tensor"], self._collectives)
         elif within == size:
             mesh = init_device_mesh(kind, (size,))
         else:
@@ -399,23 +404,19 @@ class FSDPEngine(Engine):
     def scale(self, parameters: list[nn.Parameter], factor: Any) -> None:
         if self._divided is None:
             super().scale(parameters, factor)
-            return
-        for gradient in _gradients(parameters):
-            local_part(gradient).mul_(factor)
+        else:
+            self._divided.scale(_gradients(parameters), factor)
 
     def clip(self, parameters: list[nn.Parameter], limit: float, algorithm: str) -> None:
         if self._divided is None:
             super().clip(parameters, limit, algorithm)
-        elif algorithm == "norm":
-            clip_norm(_gradients(parameters), limit, self._collectives)
         else:
-            for gradient in _gradients(parameters):
-                local_part(gradient).clamp_(-limit, limit)
+            self._divided.clip(_gradients(parameters), limit, algorithm)
 
     def norm(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
         if self._divided is None:
             return super().norm(tensors)
-        return torch.tensor(norm_over_meshes(tensors, self._collectives))
+        return torch.tensor(self._divided.norm(tensors))
 
     def after_update(self) -> None:
         self._has_stepped = True
