@@ -48,9 +48,6 @@ from fitkit.callbacks.text_files import (
     replace_text,
     writable,
 )
-from fitkit.checkpoint import (
-    remote,
-)
 from fitkit.checkpoint.arrays import (
     state_of,
     storable,
@@ -92,14 +89,22 @@ from fitkit.checkpoint.header import (
     open_file,
     unreadable,
 )
+from fitkit.checkpoint.remote import is_url, parent
 from fitkit.checkpoint.sharded_folder import (
     is_folder_name,
 )
 from fitkit.checkpoint.weights import (
     save_weights,
 )
-from fitkit.data.batches import NoRows, Source, unpack_batch
-from fitkit.data.sources import LoaderSource, check_data_type, make_source
+from fitkit.data.batches import NoRows, Source, marked, unpack_batch
+from fitkit.data.loaders import ReadInOrder, begin_order, iterate, iterates_by_itself, seeds_apart
+from fitkit.data.sources import (
+    DrawnSource,
+    LoaderSource,
+    ReadByItself,
+    check_data_type,
+    make_source,
+)
 from fitkit.distributed.cluster import detect
 from fitkit.distributed.collectives import Collectives, ProcessGroup
 from fitkit.distributed.comm_hooks import hook_of
@@ -133,7 +138,7 @@ from fitkit.distributed.spread.in_place import (
     held_by,
     whole,
 )
-from fitkit.distributed.spread.module import blocks_of, check_trains
+from fitkit.distributed.spread.module import blocks_of, check_trains, shares_parameters
 from fitkit.distributed.strategies import (
     DDP,
     FSDP,
@@ -145,7 +150,7 @@ from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.ddp import DDPWrapper
 from fitkit.distributed.strategies.engine import Engine, norm_of
 from fitkit.distributed.world import RankGroup, World, enter
-from fitkit.distributed.wrapped_model import StepRouter, WrappedModel
+from fitkit.distributed.wrapped_model import DividedModel, StepRouter, WrappedModel
 from fitkit.losses.formulas import classes, elements
 from fitkit.losses.names import LOSSES, Definition
 from fitkit.metrics.conversions import as_given, matched
@@ -188,6 +193,8 @@ __all__ = [
     "DDPSharded",
     "DDPWrapper",
     "Definition",
+    "DividedModel",
+    "DrawnSource",
     "Elsewhere",
     "Engine",
     "HeldInterrupts",
@@ -206,6 +213,8 @@ __all__ = [
     "Precision",
     "ProcessGroup",
     "RankGroup",
+    "ReadByItself",
+    "ReadInOrder",
     "SingleDevice",
     "Source",
     "StepRouter",
@@ -222,6 +231,7 @@ __all__ = [
     "as_json",
     "as_parts",
     "batches_of_call",
+    "begin_order",
     "beside",
     "blocks_of",
     "change_layer",
@@ -252,7 +262,11 @@ __all__ = [
     "hook_of",
     "is_folder_name",
     "is_multiple_in",
+    "is_url",
+    "iterate",
+    "iterates_by_itself",
     "make_source",
+    "marked",
     "matched",
     "named_strategy",
     "norm_of",
@@ -262,6 +276,7 @@ __all__ = [
     "open_weights",
     "optimizers_of",
     "overload",
+    "parent",
     "part_sizes",
     "plain_layers",
     "plain_value",
@@ -271,7 +286,6 @@ __all__ = [
     "reading_on_ranks",
     "refusals",
     "refuse_scheduler",
-    "remote",
     "replace_text",
     "replacing",
     "resolve_strategy",
@@ -280,8 +294,10 @@ __all__ = [
     "run_of",
     "save_checkpoint",
     "save_weights",
+    "seeds_apart",
     "set_rate",
     "share_buffers",
+    "shares_parameters",
     "split",
     "state_of",
     "storable",

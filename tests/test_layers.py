@@ -83,6 +83,7 @@ FACES = {
     "__main__.py": {"comparison", "doctor", "inspection", "verification"},
     "callbacks/history.py": {"pictures"},
     "distributed/devices.py": {"xla_adapters"},
+    "distributed/strategies/fsdp.py": {"parallel"},
     "model.py": {"export", "pictures", "predictions", "summary"},
     "compilation.py": {"free_devices"},
 }
@@ -94,7 +95,6 @@ BEYOND_THE_DOOR = {
     "fitkit.distributed.collectives.SECRET",
     "fitkit.distributed.launchers.meeting_folder.parent_of",
     "fitkit.distributed.launchers.script.is_script_rank",
-    "fitkit.distributed.spread.tensor_parallel.divided_in",
     "fitkit.distributed.world",
     "fitkit.losses.CompiledLoss",
     "fitkit.metrics.CompiledMetrics",

@@ -242,7 +242,7 @@ class BackupAndRestore(Callback):
         """The existing backups by number, the oldest first."""
         folder = os.fspath(self.backup_dir)
         if remote.is_url(folder):
-            paths = remote.files_in(folder)
+            paths = remote.urls.files_in(folder)
         elif os.path.isdir(folder):
             paths = [os.path.join(folder, name) for name in os.listdir(folder)]
         else:
@@ -265,7 +265,7 @@ class BackupAndRestore(Callback):
         for path in self._existing().values():
             remove_unwanted(path)
         if isinstance(self.backup_dir, str):
-            remote.remove_folder(self.backup_dir)
+            remote.urls.remove_folder(self.backup_dir)
             return
         with contextlib.suppress(OSError):  # the folder holds other files
             self.backup_dir.rmdir()

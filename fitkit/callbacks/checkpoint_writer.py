@@ -243,7 +243,7 @@ class CheckpointWriter:
             ConfigurationError, MissingPackageError, CheckpointError: it can't be written to.
         """
         if isinstance(folder, str) and is_url(folder):
-            self._on_rank_zero(model, lambda: remote.check_writable(folder))
+            self._on_rank_zero(model, lambda: remote.urls.check_writable(folder))
 
     def save(self, model: Module, path: str, then: Callable[[], None] = lambda: None) -> None:
         """Write a file, and create its folder if needed.
@@ -382,7 +382,7 @@ def _running(model: Module) -> Run:
 def _make_folder(path: str) -> None:
     """Create the folder for a checkpoint, and remove what killed processes left in it."""
     if is_url(path):
-        remote.make_folder(remote.parent(path))
+        remote.urls.make_folder(remote.parent(path))
         return
     folder = os.path.dirname(path) or "."
     try:

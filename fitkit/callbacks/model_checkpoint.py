@@ -635,7 +635,7 @@ class FileNames:
         """The existing files with such names."""
         if remote.is_url(self.template):
             depth = self.template.count("/") - self.folder.rstrip("/").count("/")
-            return [p for p in remote.files_in(self.folder, max(depth, 1)) if self.matches(p)]
+            return [p for p in remote.urls.files_in(self.folder, max(depth, 1)) if self.matches(p)]
         return [path for path in glob.glob(self._glob()) if self.matches(path) and is_there(path)]
 
     def folders(self) -> list[str]:

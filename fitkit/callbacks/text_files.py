@@ -278,7 +278,7 @@ def checked_place(path: object, name: str = "path") -> Path | str:
 
 def _text_at(url: str) -> str:
     try:
-        with remote.downloaded(url) as local:
+        with remote.urls.downloaded(url) as local:
             text = Path(local).read_text(encoding="utf-8")
     except FileNotFoundError:
         return ""

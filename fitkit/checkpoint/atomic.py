@@ -55,14 +55,14 @@ def replacing(path: str | os.PathLike[str], size_bytes: int = 0) -> Iterator[Bin
     So it is only ever reached by its descriptor, and gets its name if it is still the same.
 
     Args:
-        path: the file to create or to replace, or its URL (`remote.py`).
+        path: the file to create or to replace, or its URL (`extras/urls.py`).
         size_bytes: about how much will be written, for the message when the disk is full.
 
     Raises:
         CheckpointError: the file can't be written; the message says what to do.
     """
     if is_url(path):
-        with remote.uploading(os.fspath(path)) as file:
+        with remote.urls.uploading(os.fspath(path)) as file:
             yield file
         return
     target = _target_of(path)

@@ -227,7 +227,7 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
         OSError: it can't be removed, or the folder has other things in it.
     """
     if is_url(path):
-        remote.remove(str(path))
+        remote.urls.remove(str(path))
         return
     target = Path(path)
     if target.is_symlink() or not (target / INDEX).is_file():
@@ -250,7 +250,7 @@ def link_checkpoint(path: str | os.PathLike[str], twin: str | os.PathLike[str]) 
         OSError, CheckpointError: the name can't be given; what had it still has it.
     """
     if is_url(path):
-        remote.copy(str(path), str(twin))
+        remote.urls.copy(str(path), str(twin))
         return
     if os.path.isdir(path):
         folder = UnfinishedFolder(twin)
@@ -297,7 +297,7 @@ def _copy(path: str, twin: str | os.PathLike[str]) -> None:
 def written_at(path: str | os.PathLike[str]) -> int | None:
     """When a checkpoint was written, in ns, to recognize a later one. None if it doesn't exist."""
     if is_url(path):
-        return remote.written_at(str(path))
+        return remote.urls.written_at(str(path))
     index = os.path.join(path, INDEX)
     try:
         return os.stat(index if os.path.isdir(path) else path).st_mtime_ns
@@ -308,5 +308,5 @@ def written_at(path: str | os.PathLike[str]) -> int | None:
 def is_there(path: str | os.PathLike[str]) -> bool:
     """Whether there is a file, or a folder of fitkit's, at a path or URL."""
     if is_url(path):
-        return remote.exists(str(path))
+        return remote.urls.exists(str(path))
     return os.path.isfile(path) or os.path.isfile(os.path.join(path, INDEX))

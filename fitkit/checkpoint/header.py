@@ -106,7 +106,7 @@ def open_file(path: str | os.PathLike[str]) -> BinaryIO:
     """
     name = os.fspath(path)
     if is_url(path):
-        with remote.downloaded(str(path)) as local:
+        with remote.urls.downloaded(str(path)) as local:
             return open(local, "rb", buffering=0)
     try:
         # Before opening: opening a pipe would wait for ever.

@@ -194,7 +194,7 @@ def open_tensors(path: str | os.PathLike[str]) -> Iterator[SafeTensorsFile]:
     name = os.fspath(path)
     with contextlib.ExitStack() as stack:
         if is_url(path):
-            path = stack.enter_context(remote.downloaded(name))
+            path = stack.enter_context(remote.urls.downloaded(name))
         while True:
             file = stack.enter_context(open_file(path))
             with unreadable(name):

@@ -1,8 +1,23 @@
 """Data: sources of batches for everything that users pass, and batches of uneven sequences."""
 
-from fitkit.data.collate import BucketBatchSampler, pack, pad
-from fitkit.data.combined import CombinedLoader
+from typing import TYPE_CHECKING
+
 from fitkit.data.permutation import PermutationSampler
+from fitkit.registry import imported_on_demand
+
+if TYPE_CHECKING:
+    from fitkit.extras.collate import BucketBatchSampler, pack, pad
+    from fitkit.extras.combined import CombinedLoader
+else:
+    __getattr__ = imported_on_demand(
+        __name__,
+        {
+            "BucketBatchSampler": "fitkit.extras.collate:BucketBatchSampler",
+            "CombinedLoader": "fitkit.extras.combined:CombinedLoader",
+            "pack": "fitkit.extras.collate:pack",
+            "pad": "fitkit.extras.collate:pad",
+        },
+    )
 
 __all__ = ["BucketBatchSampler", "CombinedLoader", "PermutationSampler", "pack", "pad"]
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fitkit.arguments import describe, dtype_name
 from fitkit.errors import ConfigurationError
+from fitkit.extras import urls
 from fitkit.seams import (
     FORMAT_VERSION,
     SUFFIXES,
@@ -18,10 +19,10 @@ from fitkit.seams import (
     checkpoint_in,
     format_of,
     is_folder_name,
+    is_url,
     open_stored,
     open_weights,
     refusals,
-    remote,
     save_checkpoint,
     save_weights,
     weights_in,
@@ -83,8 +84,8 @@ def _parts(path: str | os.PathLike[str]) -> Iterator[RenderableType]:
 
 def _size_of(path: str) -> str:
     """The size of a file, or of a folder and its files."""
-    if remote.is_url(path):
-        return human_bytes(remote.size(path))
+    if is_url(path):
+        return human_bytes(urls.size(path))
     if not is_folder_name(path):
         return human_bytes(os.path.getsize(path))
     sizes = [entry.stat().st_size for entry in os.scandir(path) if entry.is_file()]

@@ -21,13 +21,13 @@ from torch.utils.data import DataLoader, Dataset
 from fitkit import trees
 from fitkit.activation_checkpointing import is_recomputed, matching, recompute
 from fitkit.arguments import check_count, describe
-from fitkit.distributed.spread.tensor_parallel import divided_in
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.extras.bagua.base import all_gather_bytes, all_reduce_bytes
 from fitkit.extras.bagua.strategy import Bagua
 from fitkit.extras.ddp2 import DDP2
 from fitkit.extras.deepspeed import DeepSpeed, bucket_of
 from fitkit.extras.dp import DP
+from fitkit.extras.parallel.tensor import divided_in
 from fitkit.extras.tune import untouched
 from fitkit.model import Model
 from fitkit.samples import samples_of

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import fitkit
 from fitkit.distributed.collectives import Solo
 from fitkit.distributed.spread.module import check_trains
-from fitkit.distributed.spread.tensor_parallel import TensorParallel
+from fitkit.extras.parallel.tensor import TensorParallel
 from fitkit.strategies import FSDPStrategy
 from tests.nets import normal
 from tests.reference import assert_same_optimizer_state, assert_same_weights, plain_loop, slices

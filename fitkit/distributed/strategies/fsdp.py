@@ -34,7 +34,7 @@ from fitkit.errors import ConfigurationError, warn
 from fitkit.random_states import random_state, set_random_state
 
 if TYPE_CHECKING:
-    from fitkit.distributed.spread.tensor_parallel import TensorParallel
+    from fitkit.extras.parallel.tensor import TensorParallel
 
 
 class FSDP(DDP):
@@ -106,7 +106,7 @@ class FSDP(DDP):
         check_count("shard_size", shard_size, minimum=2, optional=True)
         check_count("tensor_parallel", tensor_parallel)
         if tensor_parallel > 1 or tensor_parallel_plan is not None:
-            from fitkit.distributed.spread.tensor_parallel import check_plan
+            from fitkit.extras.parallel.tensor import check_plan
 
             check_plan(tensor_parallel, tensor_parallel_plan)
         if tensor_parallel > 1 and shard_size is not None:
@@ -184,7 +184,7 @@ class FSDP(DDP):
         super().join(store)
         ranks = self.collectives
         if self.context_parallel > 1 and ranks.world_size > 1:
-            from fitkit.distributed.spread.context_parallel import context_group
+            from fitkit.extras.parallel.context import context_group
 
             self._context = context_group(
                 self.context_parallel, ranks.world_size, ranks.rank, self.timeout
@@ -228,7 +228,7 @@ class FSDP(DDP):
         """The model as it is called if ranks divide sequences among them."""
         if self._context is None or isinstance(whole, DividedModel):
             return whole
-        from fitkit.distributed.spread.context_parallel import SequenceParts
+        from fitkit.extras.parallel.context import SequenceParts
 
         return SequenceParts(
             whole,
@@ -333,7 +333,7 @@ class FSDPEngine(Engine):
         size, kind = self._collectives.world_size, strategy.device.type
         within = size if strategy.shard_size is None else strategy.shard_size
         if strategy.tensor_parallel > 1:
-            from fitkit.distributed.spread.tensor_parallel import TensorParallel
+            from fitkit.extras.parallel.tensor import TensorParallel
 
             shape = size // strategy.tensor_parallel, strategy.tensor_parallel
             both = init_device_mesh(kind, shape, mesh_dim_names=("data", "tensor"))

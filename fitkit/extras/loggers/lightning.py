@@ -9,11 +9,12 @@ from typing import Any
 
 from fitkit.arguments import check_flag, describe
 from fitkit.errors import ArgumentTypeError
+from fitkit.extras import urls
 from fitkit.extras.loggers.base import Unit
 from fitkit.extras.loggers.services import MLflow, WandB
 from fitkit.extras.loggers.tensorboard import TensorBoard
 from fitkit.extras.loggers.text import CSV
-from fitkit.seams import checked_path, checked_place, remote
+from fitkit.seams import checked_path, checked_place
 
 NAME = "lightning_logs"
 """The default folder or experiment name."""
@@ -29,7 +30,7 @@ def _folder(save_dir: Any, name: Any, version: Any) -> Path | str:
     root = os.path.join(place, name) if name else os.fspath(place)
     if version is None:
         if isinstance(place, str):
-            files = remote.files_in(root, depth=3)
+            files = urls.files_in(root, depth=3)
             there = [os.path.relpath(file, root).partition("/")[0] for file in files]
         else:
             there = os.listdir(root) if os.path.isdir(root) else []
@@ -123,7 +124,7 @@ class CSVLogger(CSV):
 
     def start(self) -> None:
         if isinstance(self.log_dir, str):
-            remote.make_folder(self.log_dir)
+            urls.make_folder(self.log_dir)
         else:
             self.log_dir.mkdir(parents=True, exist_ok=True)
         super().start()

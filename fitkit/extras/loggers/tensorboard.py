@@ -16,10 +16,11 @@ from torch import fx, nn
 
 from fitkit.arguments import check_count, check_flag, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError, missing_package
+from fitkit.extras import urls
 from fitkit.extras.loggers.base import Logger, Unit, pixels
 from fitkit.random_states import random_state, set_random_state
 from fitkit.registry import did_you_mean
-from fitkit.seams import Logs, checked_place, remote
+from fitkit.seams import Logs, checked_place, parent
 
 OURS = ("log_dir", "histogram_freq", "write_graph", "write_steps_per_second", "update_freq")
 
@@ -201,7 +202,7 @@ class EventFiles:
         self._sent: dict[str, int] = {}  # how many bytes of each file are at the URL
         self._sent_at_s = time.monotonic()
         if self._url is not None:
-            remote.check_writable(self._url)
+            urls.check_writable(self._url)
             self._local = tempfile.TemporaryDirectory(prefix="fitkit-", ignore_cleanup_errors=True)
             self._folder = Path(self._local.name)
 
@@ -247,8 +248,8 @@ class EventFiles:
             if size_bytes == self._sent.get(name):
                 continue
             url = f"{self._url}/{name}"
-            remote.make_folder(remote.parent(url))
-            with path.open("rb") as source, remote.uploading(url) as file:
+            urls.make_folder(parent(url))
+            with path.open("rb") as source, urls.uploading(url) as file:
                 shutil.copyfileobj(source, file)
             self._sent[name] = size_bytes
         self._sent_at_s = time.monotonic()

@@ -11,16 +11,17 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from fitkit.arguments import check_choice, describe
-from fitkit.data.batches import marked
-from fitkit.data.loaders import (
+from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.seams import (
+    DrawnSource,
+    ReadByItself,
     ReadInOrder,
     begin_order,
     iterate,
     iterates_by_itself,
+    marked,
     seeds_apart,
 )
-from fitkit.data.sources import DrawnSource, ReadByItself
-from fitkit.errors import ArgumentTypeError, ConfigurationError
 
 MODES = ("min_size", "max_size_cycle", "max_size")
 

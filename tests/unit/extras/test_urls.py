@@ -13,6 +13,7 @@ import fitkit
 from fitkit.callbacks import BackupAndRestore, CSVLogger, JSONLogger, ModelCheckpoint
 from fitkit.checkpoint import is_there, remote, remove_checkpoint
 from fitkit.errors import CheckpointError, ConfigurationError, MissingPackageError
+from fitkit.extras import urls
 from fitkit.extras.inspection import convert, print_inspection
 from tests.nets import linear, regression
 
@@ -52,7 +53,7 @@ def compiled(seed=0):
 
 
 def names(url):
-    return sorted(path.removeprefix(f"{url}/") for path in remote.files_in(url))
+    return sorted(path.removeprefix(f"{url}/") for path in urls.files_in(url))
 
 
 @pytest.mark.parametrize("suffix", [".h5", ".safetensors", ".pt"])
@@ -204,13 +205,13 @@ def test_credentials_that_lack_are_found_before_the_first_batch(faulty, kind, as
 
 def test_who_may_write_need_not_be_allowed_to_look(faulty):
     faulty("only writing allowed")
-    remote.check_writable("faulty://bucket/run")
+    urls.check_writable("faulty://bucket/run")
 
 
 def test_a_check_writes_nothing_that_stays(url, tmp_path):
     before = list(MEMORY.store), list(MEMORY.pseudo_dirs)
     for folder in (url, f"{url}/a/b", "memory://"):
-        remote.check_writable(folder)
+        urls.check_writable(folder)
     assert (list(MEMORY.store), list(MEMORY.pseudo_dirs)) == before
     assert not list(tmp_path.iterdir())
 
@@ -233,7 +234,7 @@ class Buckets(MemoryFileSystem):
 
 def test_a_bucket_that_lacks_is_found_before_the_first_batch(monkeypatch):
     monkeypatch.setitem(import_module("fsspec.registry")._registry, "s3", Buckets)
-    remote.check_writable("s3://there/run/1")
+    urls.check_writable("s3://there/run/1")
     with pytest.raises(CheckpointError, match=r"the folder or bucket doesn't exist \(gone\)"):
         compiled().fit(X, Y, verbose=0, callbacks=ModelCheckpoint("s3://gone/run/{epoch}.h5"))
 

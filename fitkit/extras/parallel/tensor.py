@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from fitkit.arguments import check_choice, describe
-from fitkit.distributed.collectives import Collectives
-from fitkit.distributed.spread.module import shares_parameters
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.seams import Collectives, shares_parameters
 
 STYLES = ("colwise", "rowwise")
 

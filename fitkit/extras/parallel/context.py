@@ -15,11 +15,10 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fitkit import trees
-from fitkit.distributed.spread.tensor_parallel import local_part
-from fitkit.distributed.world import RankGroup
-from fitkit.distributed.wrapped_model import DividedModel, WrappedModel
 from fitkit.errors import ConfigurationError
+from fitkit.extras.parallel.tensor import local_part
 from fitkit.modes import modes_restored
+from fitkit.seams import DividedModel, RankGroup, WrappedModel
 
 CHECKED = 64
 """So many tokens of each rank are computed in both ways for the check, at most."""
