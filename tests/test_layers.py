@@ -90,7 +90,7 @@ FACES = {
 """Where a verb of the core's is an extra's face: it is imported when that verb is called."""
 
 BEYOND_THE_DOOR = {
-    "fitkit.data.arrays.take",
+    "fitkit.data.arrays.samples_between",
     "fitkit.data.sharding.keeps_rows",
     "fitkit.distributed.collectives.SECRET",
     "fitkit.distributed.launchers.meeting_folder.parent_of",

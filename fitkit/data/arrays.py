@@ -337,7 +337,7 @@ def check_alike(train: Any, held_out: Any, name: str = "validation_data") -> Non
             )
 
 
-def take(tree: Any, start: int, stop: int) -> Any:
+def samples_between(tree: Any, start: int, stop: int) -> Any:
     """The samples from `start` to `stop` of every array in a tree."""
     return trees.map_leaves(lambda leaf: None if leaf is None else _cut(leaf, start, stop), tree)
 
@@ -456,7 +456,7 @@ class ArraySource(Source):
             )
             return itertools.chain.from_iterable(zip(*views, strict=True) for views in parts)
         starts = range(skip * size, samples, size)
-        return (take(self.batch, start, start + size) for start in starts)
+        return (samples_between(self.batch, start, start + size) for start in starts)
 
     def _near(self, chosen: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """The batches' indices on the data's device, sent at once, or in parts if very many."""

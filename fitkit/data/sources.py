@@ -30,7 +30,7 @@ from fitkit.data.arrays import (
     check_lengths,
     is_array,
     refuse_masked,
-    take,
+    samples_between,
     wide_dtype,
 )
 from fitkit.data.batches import Source, check_weights, marked, warn_of_second_target
@@ -492,8 +492,10 @@ def split_tail(
     if _is_map_style(x):
         return (Subset(x, range(cut)), None, None), (Subset(x, range(cut, samples)), None, None)
     pieces = (x, y, sample_weight)
-    head = tuple(None if piece is None else take(piece, 0, cut) for piece in pieces)
-    tail = tuple(None if piece is None else take(piece, cut, samples) for piece in pieces)
+    head = tuple(None if piece is None else samples_between(piece, 0, cut) for piece in pieces)
+    tail = tuple(
+        None if piece is None else samples_between(piece, cut, samples) for piece in pieces
+    )
     return (head[0], head[1], head[2]), (tail[0], tail[1], tail[2])
 
 

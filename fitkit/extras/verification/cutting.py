@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fitkit import trees
 from fitkit.arguments import describe
-from fitkit.data.arrays import take
+from fitkit.data.arrays import samples_between
 from fitkit.errors import ConfigurationError
 from fitkit.random_states import set_seed
 
@@ -118,7 +118,7 @@ def _column(tree: Any) -> int | None:
 def _sliced(tree: Any, start: int, stop: int) -> Any:
     """Some samples of a batch that `_rows_of` could count."""
     if all(_has_rows(leaf) for leaf in trees.leaves(tree)) and len(_lengths(tree)) <= 1:
-        return take(tree, start, stop)
+        return samples_between(tree, start, stop)
     if type(tree) is list and len(tree) > 3 and not all(map(_shape, tree)):
         return tree[start:stop]
     if isinstance(tree, Mapping):
