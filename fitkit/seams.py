@@ -96,8 +96,10 @@ from fitkit.checkpoint.sharded_folder import (
 from fitkit.checkpoint.weights import (
     save_weights,
 )
+from fitkit.data.arrays import samples_between
 from fitkit.data.batches import NoRows, Source, marked, unpack_batch
 from fitkit.data.loaders import ReadInOrder, begin_order, iterate, iterates_by_itself, seeds_apart
+from fitkit.data.sharding import keeps_rows
 from fitkit.data.sources import (
     DrawnSource,
     LoaderSource,
@@ -114,6 +116,8 @@ from fitkit.distributed.devices import (
     overload,
     usable_cores,
 )
+from fitkit.distributed.launchers.meeting_folder import parent_of
+from fitkit.distributed.launchers.script import is_script_rank
 from fitkit.distributed.precision import (
     PRECISIONS,
     MixedPrecision,
@@ -149,10 +153,12 @@ from fitkit.distributed.strategies import (
 from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.ddp import DDPWrapper
 from fitkit.distributed.strategies.engine import Engine, norm_of
-from fitkit.distributed.world import RankGroup, World, enter
+from fitkit.distributed.world import RankGroup, World, counting_connections, enter
 from fitkit.distributed.wrapped_model import DividedModel, StepRouter, WrappedModel
+from fitkit.losses import CompiledLoss
 from fitkit.losses.formulas import classes, elements
 from fitkit.losses.names import LOSSES, Definition
+from fitkit.metrics import CompiledMetrics
 from fitkit.metrics.conversions import as_given, matched
 from fitkit.metrics.named import NAMES as METRICS
 from fitkit.metrics.named import Named
@@ -168,6 +174,8 @@ from fitkit.optimizers import (
 )
 from fitkit.schedulers import SCHEDULERS
 from fitkit.training.predictions import Elsewhere, reading_on_ranks
+from fitkit.training.settings import parts_of_update
+from fitkit.training.step import unpacker_of
 
 __all__ = [
     "CALLBACKS",
@@ -190,6 +198,8 @@ __all__ = [
     "Callback",
     "Callbacks",
     "Collectives",
+    "CompiledLoss",
+    "CompiledMetrics",
     "DDPSharded",
     "DDPWrapper",
     "Definition",
@@ -247,6 +257,7 @@ __all__ = [
     "choose_kind",
     "class_of",
     "classes",
+    "counting_connections",
     "damaged",
     "decode_state",
     "detect",
@@ -262,9 +273,11 @@ __all__ = [
     "hook_of",
     "is_folder_name",
     "is_multiple_in",
+    "is_script_rank",
     "is_url",
     "iterate",
     "iterates_by_itself",
+    "keeps_rows",
     "make_source",
     "marked",
     "matched",
@@ -277,7 +290,9 @@ __all__ = [
     "optimizers_of",
     "overload",
     "parent",
+    "parent_of",
     "part_sizes",
+    "parts_of_update",
     "plain_layers",
     "plain_value",
     "print_on_rank_zero",
@@ -292,6 +307,7 @@ __all__ = [
     "restore_dtypes",
     "restore_layer",
     "run_of",
+    "samples_between",
     "save_checkpoint",
     "save_weights",
     "seeds_apart",
@@ -302,6 +318,7 @@ __all__ = [
     "state_of",
     "storable",
     "unpack_batch",
+    "unpacker_of",
     "unreadable",
     "usable_cores",
     "weights_in",

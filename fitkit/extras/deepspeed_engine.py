@@ -17,9 +17,16 @@ from torch import nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from fitkit.distributed import world
 from fitkit.errors import ConfigurationError, warn
-from fitkit.seams import Engine, ModuleInPlace, OptimizerInPlace, StepRouter, WrappedModel, held_by
+from fitkit.seams import (
+    Engine,
+    ModuleInPlace,
+    OptimizerInPlace,
+    StepRouter,
+    WrappedModel,
+    counting_connections,
+    held_by,
+)
 
 
 def load_deepspeed(device: torch.device) -> Any:
@@ -139,7 +146,7 @@ class ZeroTraining(Engine):
         self._process_state = contextlib.ExitStack()
         self._process_state.enter_context(process_state_kept(device))
         try:
-            with world.counting_connections():
+            with counting_connections():
                 self._engine, self._zero, _, _ = package.initialize(
                     model=StepRouter(WrappedModel(module)),
                     optimizer=self._optimizer.working,

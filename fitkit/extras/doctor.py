@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from fitkit.accelerators import computes_bfloat16, name_of
-from fitkit.distributed.collectives import SECRET
 from fitkit.errors import ConfigurationError
 from fitkit.extras.free_devices import GPU, probe_gpus
 from fitkit.seams import Machine, detect, overload, resolve_strategy, usable_cores
@@ -166,7 +165,7 @@ def _launch() -> dict[str, str]:
         )
     names = sorted(name for name in os.environ if VARIABLES.fullmatch(name))
     # Users show the output of doctor to others.
-    values = {n: "(set)" if n == SECRET else os.environ[n] for n in names}
+    values = {n: "(set)" if n.endswith("SECRET") else os.environ[n] for n in names}
     shown = " ".join(f"{name}={value}" for name, value in values.items())
     return {"launcher": started, "environment": shown or "nothing that concerns fitkit"}
 

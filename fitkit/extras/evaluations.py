@@ -9,8 +9,7 @@ from typing import Any
 
 from fitkit.arguments import check_count, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.metrics import CompiledMetrics
-from fitkit.seams import Callback, check_data_type, run_of
+from fitkit.seams import Callback, CompiledMetrics, check_data_type, run_of
 
 
 class EvaluateEvery(Callback):

@@ -29,9 +29,8 @@ from typing import Any
 import torch
 
 from fitkit.arguments import describe
-from fitkit.distributed.launchers.meeting_folder import parent_of
-from fitkit.distributed.launchers.script import is_script_rank
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.seams import is_script_rank, parent_of
 
 GIB = 2**30
 

@@ -42,9 +42,9 @@ from fitkit.seams import (
     blocks_of,
     check_trainable,
     named_strategy,
+    unpacker_of,
 )
 from fitkit.tensors import human_bytes
-from fitkit.training.step import unpacker_of
 
 LINKS = {"10 Gbit/s Ethernet": 1.25e9, "100 Gbit/s network": 12.5e9, "NVLink": 300e9}
 """The most bytes per second that one device can send over common links."""

@@ -14,11 +14,10 @@ from torch import nn
 from fitkit.arguments import describe, only_known_arguments
 from fitkit.errors import ArgumentTypeError, ConfigurationError, missing_package
 from fitkit.foreign_names import instead
-from fitkit.losses import CompiledLoss
 from fitkit.model import Model
 from fitkit.outputs import SINGLE, LossHint
 from fitkit.random_states import random_state, set_random_state, set_seed
-from fitkit.seams import Callbacks
+from fitkit.seams import Callbacks, CompiledLoss
 from fitkit.typing import LossArgument, MetricsArgument, OptimizerArgument, Verbose
 
 try:

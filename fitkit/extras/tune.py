@@ -28,8 +28,15 @@ from fitkit.extras.watches import BatchLosses
 from fitkit.model import Model
 from fitkit.modes import in_use
 from fitkit.outputs import EMPTY_MEAN
-from fitkit.seams import Callback, Logs, check_data_type, from_all_ranks, make_source, set_rate
-from fitkit.training.settings import parts_of_update
+from fitkit.seams import (
+    Callback,
+    Logs,
+    check_data_type,
+    from_all_ranks,
+    make_source,
+    parts_of_update,
+    set_rate,
+)
 from fitkit.typing import Arrays, Data
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fitkit import trees
 from fitkit.arguments import describe
-from fitkit.data.arrays import samples_between
 from fitkit.errors import ConfigurationError
 from fitkit.random_states import set_seed
+from fitkit.seams import samples_between
 
 SEED = 20_011
 

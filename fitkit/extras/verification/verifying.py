@@ -16,7 +16,6 @@ from torch import nn
 
 from fitkit import trees
 from fitkit.arguments import check_count, check_flag, describe
-from fitkit.data.sharding import keeps_rows
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.extras.verification.cutting import SEED, Kept, same_bits
 from fitkit.extras.verification.results import Cause, Row, Verification
@@ -24,7 +23,15 @@ from fitkit.extras.verification.trials import Trials
 from fitkit.model import Model
 from fitkit.modes import in_use
 from fitkit.random_states import random_state, set_random_state, set_seed
-from fitkit.seams import LoaderSource, NoRows, Source, check_data_type, detect, make_source
+from fitkit.seams import (
+    LoaderSource,
+    NoRows,
+    Source,
+    check_data_type,
+    detect,
+    keeps_rows,
+    make_source,
+)
 
 
 def verify(
