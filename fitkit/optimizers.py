@@ -18,6 +18,7 @@ from fitkit.arguments import check_number, describe
 from fitkit.distributed.spread.in_place import held_by as held_by
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 from fitkit.registry import Registry, imported_on_demand, nearest
+from fitkit.shortcuts import Shortcut
 
 Chooses = Callable[[str, nn.Parameter], bool]
 """A function of a parameter's name and the parameter that returns a bool."""
@@ -421,6 +422,9 @@ def _check_settings(given: dict[str, Any]) -> None:
         ) from error
 
 
+UPDATES_FUSED = Shortcut("all parameters updated in one pass")
+
+
 def fuse(optimizer: Optimizer, module: torch.nn.Module) -> None:
     """Let an optimizer update all parameters in one pass if it can. Otherwise torch chooses.
 
@@ -445,6 +449,7 @@ def fuse(optimizer: Optimizer, module: torch.nn.Module) -> None:
         and not any(vars(child).get("sparse") is True for child in module.modules())
         # Steps that make their own updates may set gradients of any layout.
         and getattr(module, "automatic_optimization", True)
+        and UPDATES_FUSED.is_on
     ):
         fused = True
     else:

@@ -27,6 +27,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fitkit import trees
 from fitkit.errors import warn
+from fitkit.shortcuts import Shortcut
 
 SAYS = ("samples", "num_graphs", "batch_size")
 """What a batch's own number is called."""
@@ -109,10 +110,13 @@ def samples_of(batch: Any) -> int:
     return counted(batch).samples if rows is None else rows
 
 
+ROWS_COUNTED = Shortcut("plain tensors' samples counted by their rows")
+
+
 def plain_rows(batch: Any) -> int | None:
     """The rows of inputs, and of targets if there are any, that are plain tensors; else None."""
     kind = type(batch)
-    if (kind is not tuple and kind is not list) or not batch:
+    if not ROWS_COUNTED.is_on or (kind is not tuple and kind is not list) or not batch:
         return None
     x, *rest = batch
     if rest[MOST_PARTS - 1 :] or (kind is list and not rest):

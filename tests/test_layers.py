@@ -15,6 +15,7 @@ LAYERS = {
     "accelerators": 0,
     "errors": 0,
     "foreign_names": 0,
+    "shortcuts": 0,
     "typing": 0,
     "version": 0,
     "registry": 1,

@@ -14,8 +14,12 @@ from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 from fitkit.module import Module
 from fitkit.outputs import EMPTY_MEAN
 from fitkit.registry import Registry
+from fitkit.shortcuts import Shortcut
 
 Hook = Callable[..., Any]
+
+
+UNUSED_LEFT_OUT = Shortcut("hooks that a callback doesn't override aren't called")
 
 
 class CallbackList:
@@ -75,7 +79,7 @@ class CallbackList:
             callbacks = sorted(callbacks, key=lambda callback: not callback.swaps_weights)
         for callback in callbacks:
             for each in names:
-                if overrides(callback, each):
+                if overrides(callback, each) or not UNUSED_LEFT_OUT.is_on:
                     yield getattr(callback, each)
 
     def hooks(self, name: str) -> tuple[Hook, ...]:

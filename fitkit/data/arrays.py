@@ -19,6 +19,7 @@ from fitkit.data.batches import Source
 from fitkit.data.permutation import IndexBatches, Permutation
 from fitkit.errors import ArgumentTypeError, ConfigurationError, with_code
 from fitkit.samples import samples_among
+from fitkit.shortcuts import Shortcut
 from fitkit.tensors import bytes_of
 
 SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -382,6 +383,10 @@ def fingerprints(tree: Any) -> dict[str, str]:
     return found
 
 
+SELECTED_AHEAD = Shortcut("rows of several batches selected at once")
+SLICED_AHEAD = Shortcut("several batches sliced at once")
+
+
 class ArraySource(Source):
     """Batches cut from in-memory tensors, without collating single samples.
 
@@ -431,7 +436,7 @@ class ArraySource(Source):
     def read(self, chosen: Iterable[torch.Tensor]) -> Iterator[Any]:
         """The batches of these samples."""
         at_once = min(self.ahead, MOST_AT_ONCE // self._batch_bytes())
-        if at_once > 1:
+        if at_once > 1 and SELECTED_AHEAD.is_on:
             return self._read_ahead(iter(chosen), at_once)
         return (self.take(indices) for indices in self._near(chosen))
 
@@ -449,7 +454,7 @@ class ArraySource(Source):
 
     def _in_order(self, skip: int) -> Iterator[Any]:
         size, samples = self.batch_size or 1, self.samples or 0
-        if self._flat:
+        if self._flat and SLICED_AHEAD.is_on:
             parts = (
                 [tensor[start : start + VIEWS * size].split(size) for tensor in self.batch]
                 for start in range(skip * size, samples, VIEWS * size)

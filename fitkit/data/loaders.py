@@ -24,6 +24,7 @@ from fitkit.data.arrays import select_rows
 from fitkit.data.permutation import IndexBatches, PermutationSampler
 from fitkit.errors import warn
 from fitkit.random_states import random_state, set_random_state
+from fitkit.shortcuts import Shortcut
 
 _INSIDE = ("sampler", "batch_sampler", "dataset")
 """The attributes under which loaders, samplers and data sets hold one another."""
@@ -246,6 +247,9 @@ class ReadInOrder:
         return iterate(self._ordered, number)
 
 
+ROWS_BY_INDEX = Shortcut("a DataLoader's batches as rows of its tensors")
+
+
 def reads_by_index(loader: DataLoader[Any]) -> bool:
     """Whether a loader's batches are rows of tensors in memory, and none of its code acts.
 
@@ -258,6 +262,7 @@ def reads_by_index(loader: DataLoader[Any]) -> bool:
         and loader.batch_sampler is not None
         and not loader.pin_memory
         and _holds_tensors(loader.dataset)
+        and ROWS_BY_INDEX.is_on
     )
 
 

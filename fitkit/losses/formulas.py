@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fitkit.errors import ConfigurationError
+from fitkit.shortcuts import Shortcut
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Match = Callable[[torch.Tensor, torch.Tensor], Pair]
@@ -199,6 +200,9 @@ FEW = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 0)
 takes two to seven times as long (0.15 µs a row) as along an axis with another behind it."""
 
 
+SIDE_BY_SIDE = Shortcut("scores of few classes with the samples side by side")
+
+
 def values_by_class(
     each: LossFunction, prediction: torch.Tensor, target: torch.Tensor
 ) -> torch.Tensor:
@@ -207,7 +211,7 @@ def values_by_class(
     """
     shape = prediction.shape
     is_narrow = len(shape) == 2 and shape[1] < FEW and target.ndim == 1
-    if not is_narrow or prediction.device.type != "cpu":
+    if not (is_narrow and SIDE_BY_SIDE.is_on) or prediction.device.type != "cpu":
         return each(prediction, target)
     # N samples' scores as those of one sample at N positions.
     return each(prediction.t().contiguous().unsqueeze(0), target.unsqueeze(0))[0]

@@ -21,6 +21,7 @@ from fitkit.metrics.torchmetrics_adapter import (
     share_states,
     wrap_object,
 )
+from fitkit.shortcuts import Shortcut
 from fitkit.trees import tensors
 
 MOST_BATCHES = 256
@@ -31,6 +32,8 @@ GROWTH = 8
 """The size of a block relative to the one before: few blocks are joined, and copied for it."""
 LARGE = 2**15
 """Batches with more numbers don't wait: copying them takes longer than joining saves."""
+
+BATCHES_WAIT = Shortcut("metrics of several batches at once")
 
 NOTHING = contextlib.nullcontext()
 
@@ -62,7 +65,7 @@ class OutputGroup:
     def __init__(
         self, specs: dict[str, MetricSpec], first: FirstBatch, *, waits: bool = True
     ) -> None:
-        self._waits = waits
+        self._waits = waits and BATCHES_WAIT.is_on
         self.sums: dict[str, Mean | TorchMetric] = {}
         for name, spec in specs.items():
             with _naming(name):

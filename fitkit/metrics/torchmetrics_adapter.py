@@ -25,6 +25,7 @@ from fitkit.metrics.conversions import (
 )
 from fitkit.metrics.sums import Batch, State, outside_inference
 from fitkit.outputs import EMPTY_MEAN
+from fitkit.shortcuts import Shortcut
 from fitkit.trees import map_leaves
 
 if TYPE_CHECKING:
@@ -238,6 +239,9 @@ def _copied(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
+STATES_SHARED = Shortcut("metrics that count the same things count them once")
+
+
 def share_states(metrics: Iterable[TorchMetric]) -> None:
     """Let metrics that gather the same numbers gather them once.
 
@@ -248,7 +252,7 @@ def share_states(metrics: Iterable[TorchMetric]) -> None:
     """
     leaders: dict[Any, TorchMetric] = {}
     for one in metrics:
-        if one.joins:
+        if one.joins and STATES_SHARED.is_on:
             key = _update_key(one)
             if key is not None and leaders.setdefault(key, one) is not one:
                 one.leader = leader = leaders[key]

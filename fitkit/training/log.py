@@ -19,9 +19,13 @@ from fitkit.metrics.torchmetrics_adapter import merged_metric_value, metric_stat
 from fitkit.module import LogOptions, merged
 from fitkit.outputs import EMPTY_MEAN
 from fitkit.samples import Doubts
+from fitkit.shortcuts import Shortcut
 
 FOLD_EVERY = 128
 """The most values kept before they are added to a sum: bounds memory, costs one operation."""
+
+
+READ_AT_ONCE = Shortcut("values on a CPU read at once")
 
 
 class RunningMean:
@@ -57,7 +61,7 @@ class RunningMean:
             count: what it is the mean over: samples, or a tensor () on the device.
         """
         self.last, self.last_count = value, count
-        if is_at_hand(value):
+        if is_at_hand(value) and READ_AT_ONCE.is_on:
             if isinstance(count, torch.Tensor):
                 count = count.item()
             if count:
@@ -71,7 +75,7 @@ class RunningMean:
 
     def add_each(self, values: torch.Tensor, count: int) -> None:
         """Add several batches' means (k,), each over this many samples."""
-        if not is_at_hand(values):
+        if not (is_at_hand(values) and READ_AT_ONCE.is_on):
             for value in values.unbind():
                 self.add(value, count)
             return

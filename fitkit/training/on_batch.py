@@ -37,6 +37,7 @@ from fitkit.module import Module
 from fitkit.optimizers import members_of
 from fitkit.outputs import EMPTY_MEAN
 from fitkit.samples import Reading, reading, samples_of
+from fitkit.shortcuts import Shortcut
 from fitkit.training.evaluate import joined, on_host
 from fitkit.training.log import warn_of_empty
 from fitkit.training.own_step import StepContext, predict_step_for, running, step_for
@@ -218,6 +219,9 @@ class KeptSteps:
             self._by_stage[kept.context.name] = kept
 
 
+STEPS_KEPT = Shortcut("the step of single batches kept from call to call")
+
+
 def _can_be_kept(model: Module, stage: str, step: Any) -> bool:
     """Return whether a step can serve several calls."""
     compilation, state = model._fitkit.compilation, model._fitkit.fit_state
@@ -232,6 +236,7 @@ def _can_be_kept(model: Module, stage: str, step: Any) -> bool:
         and compilation.given.memory_format is None
         and compilation.loss.own is None
         and not (stage == "training" and state.scalings)
+        and STEPS_KEPT.is_on
     )
 
 

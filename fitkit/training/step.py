@@ -32,6 +32,7 @@ from fitkit.metrics.compiled import CompiledMetrics
 from fitkit.modes import modes_restored
 from fitkit.module import Module
 from fitkit.samples import counted, counted_in, plain_rows, said_by, samples_in
+from fitkit.shortcuts import Shortcut
 from fitkit.training.explain import raise_explained, shape_words
 from fitkit.training.log import Logbook
 from fitkit.training.own_loss import ask_for_rows, ask_for_sum, takes_items_in_batch
@@ -60,6 +61,11 @@ class Outcome:
     def counts_apart(self) -> bool:
         """Whether the terms are means over different things."""
         return any(term.count is not None for term in self.terms)
+
+
+BATCHES_STAY = Shortcut("batches of arrays that need no move")
+LOSSES_JOINED = Shortcut("losses of several batches at once, in an evaluation")
+NO_CAST = Shortcut("no autocast where the precision changes nothing")
 
 
 class CompiledStep:
@@ -103,7 +109,7 @@ class CompiledStep:
         strategy: Strategy = compilation.strategy
         self.wrapped = wrapped
         self._precision, self._kind = strategy.precision, strategy.device.type
-        self._is_plain = strategy.precision.is_plain
+        self._is_plain = strategy.precision.is_plain and NO_CAST.is_on
         self.enter_again()
         self._sequences = wrapped if isinstance(wrapped, DividedModel) else None
         self.caller: Caller = caller_of(model)
@@ -328,7 +334,7 @@ class CompiledStep:
         batches aren't rows of arrays that are on the device.
         """
         only = None if self.meters is None else self.meters.only
-        if only is None or self.loss is None or self.may_count:
+        if only is None or self.loss is None or self.may_count or not LOSSES_JOINED.is_on:
             return
         of_each = self.loss.of_each(self.all_targets)
         if of_each is not None and self._opens and self._is_plain and not self._has_weights:
@@ -362,7 +368,12 @@ class CompiledStep:
 
     def _look_at(self, data: Any) -> None:
         """Decide by the first batch, after its forward, whether others need no move."""
-        if self.keeps_batches and type(data) is tuple and self._sequences is None:
+        if (
+            self.keeps_batches
+            and type(data) is tuple
+            and self._sequences is None
+            and BATCHES_STAY.is_on
+        ):
             self._opens, self._has_weights = self.mover.leaves(data), len(data) > 2
 
     def _check_batch(self, x: Any, y: Any, weight: Any) -> None:
@@ -531,12 +542,15 @@ def check_inputs(x: Any, weight: Any, name: str) -> None:
     )
 
 
+NET_ITSELF = Shortcut("the net called without the model around it")
+
+
 def forward_of(wrapped: WrappedModel) -> Callable[..., Any]:
     """Return what calls a wrapped model: its network directly, if nothing is around it."""
     if not wrapped.is_bare:
         return partial(wrapped, "")
     model = wrapped.module
-    if not is_plain_wrapper(model):
+    if not (is_plain_wrapper(model) and NET_ITSELF.is_on):
         return model
     parts = model._modules
     before, after = model._forward_pre_hooks, model._forward_hooks
