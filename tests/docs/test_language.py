@@ -1,8 +1,13 @@
-"""Pages and docstrings are in plain English: short sentences, plain phrases, code that fits."""
+"""Pages and docstrings are in plain English: short sentences, plain phrases, code that fits.
+
+What is against the house's style is reported by a warning, since it misleads nobody. Names, codes,
+links and programs that are wrong fail tests elsewhere.
+"""
 
 import ast
 import re
 import textwrap
+import warnings
 from pathlib import Path
 
 import pytest
@@ -122,6 +127,23 @@ def words(sentence: str) -> int:
     return sum(any(map(str.isalnum, word)) for word in sentence.split())
 
 
+class HouseStyle(UserWarning):
+    """What a reader would rather have otherwise."""
+
+
+def report(lines: list[str]) -> None:
+    """Warn of what is against the house's style in these sentences."""
+    found = [f"{words(line)} words: {line}" for line in lines if words(line) > WORDS]
+    found += [
+        f"{phrase!r}: {line}"
+        for line in lines
+        for phrase in BANNED
+        if re.search(rf"\b{phrase}\b", line, re.IGNORECASE)
+    ]
+    if found:
+        warnings.warn("\n".join(found), HouseStyle, stacklevel=2)
+
+
 def test_a_sentence_is_measured_without_its_markup():
     text = "# Two words\n\nOne `a. b c` two.\nThree [four five](page.md) six!\n\n| a b | c. D |\n"
     found = sentences(text)
@@ -129,21 +151,16 @@ def test_a_sentence_is_measured_without_its_markup():
     assert [words(line) for line in ("one – two", "a/b: c")] == [2, 2]
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_sentences_are_short(page):
-    long = [line for line in sentences((ROOT / page).read_text()) if words(line) > WORDS]
-    assert not long, "split these:\n" + "\n".join(f"{words(line)}: {line}" for line in long)
+def test_long_sentences_and_banned_phrases_are_reported():
+    with pytest.warns(HouseStyle) as caught:
+        report(["word " * (WORDS + 1), "It goes on.", "It continues."])
+    (warning,) = caught
+    assert str(warning.message).count("\n") == 1
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_no_banned_phrase_is_used(page):
-    found = [
-        (phrase, line)
-        for line in sentences((ROOT / page).read_text())
-        for phrase in BANNED
-        if re.search(rf"\b{phrase}\b", line, re.IGNORECASE)
-    ]
-    assert not found
+def test_pages_are_in_plain_english(page):
+    report(sentences((ROOT / page).read_text()))
 
 
 def test_a_docstring_is_measured_without_names_and_examples(tmp_path):
@@ -163,22 +180,15 @@ def test_a_docstring_is_measured_without_names_and_examples(tmp_path):
 
 @pytest.mark.parametrize("file", FILES)
 def test_docstrings_are_in_plain_english(file):
-    lines = [line for text in docstrings(ROOT / file) for line in sentences(text)]
-    long = [line for line in lines if words(line) > WORDS]
-    assert not long, "split these:\n" + "\n".join(f"{words(line)}: {line}" for line in long)
-    found = [
-        (phrase, line)
-        for line in lines
-        for phrase in BANNED
-        if re.search(rf"\b{phrase}\b", line, re.IGNORECASE)
-    ]
-    assert not found
+    report([line for text in docstrings(ROOT / file) for line in sentences(text)])
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_code_fits_the_column(page):
     blocks = "".join(CODE.findall((ROOT / page).read_text()))
-    assert [line for line in blocks.splitlines() if len(line) > COLUMN] == []
+    found = [line for line in blocks.splitlines() if len(line) > COLUMN]
+    if found:
+        warnings.warn("\n".join(found), HouseStyle, stacklevel=1)
 
 
 def test_the_front_page_shows_the_program_of_the_readme():
