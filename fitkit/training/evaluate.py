@@ -33,6 +33,7 @@ from fitkit.training.settings import EvaluateArguments
 from fitkit.training.step import Outcome
 from fitkit.training.surroundings import evaluating, rank_source, surroundings
 from fitkit.training.with_gradients import first_step
+from fitkit.typing import Outputs
 
 
 def run_evaluate(model: Module, arguments: EvaluateArguments) -> dict[str, Any]:
@@ -514,7 +515,7 @@ class HostCopies:
         self.outputs.append(_mapped(copies, torch.Tensor.clone))
 
 
-def on_host(output: Any) -> Any:
+def on_host(output: Outputs) -> Any:
     """Move a net's output to the CPU; drop None values of dicts and Hugging Face outputs."""
     return output.cpu() if isinstance(output, torch.Tensor) else _mapped(output, torch.Tensor.cpu)
 
@@ -530,7 +531,7 @@ def _mapped(output: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> An
     )
 
 
-def _gpu_of(output: Any) -> torch.device | None:
+def _gpu_of(output: Outputs) -> torch.device | None:
     """Return the device with streams that all of an output's tensors are on, or None."""
     tensors = list(tensors_in(output))
     if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in tensors):

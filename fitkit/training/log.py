@@ -378,7 +378,7 @@ def check_names(gathered: list[tuple[str, ...]]) -> None:
     )
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return float(value)
     raise ConfigurationError(
@@ -525,7 +525,7 @@ class LazyLogs(MutableMapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         return self._all()[name]
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         self._all()[name] = value
 
     def __delitem__(self, name: str) -> None:

@@ -51,6 +51,7 @@ from fitkit.training.surroundings import (
 )
 from fitkit.training.update import updates_for
 from fitkit.training.with_gradients import first_step
+from fitkit.typing import Tree
 
 OF_ALL = ("transfer_batch_to_device", "forward")
 
@@ -265,7 +266,7 @@ def as_batch(arrays: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
     return batch if type(batch[0]) is torch.Tensor else made_dense(batch)
 
 
-def _is_as_loaded(x: Any, y: Any) -> bool:
+def _is_as_loaded(x: Tree, y: Any) -> bool:
     """Whether inputs aren't arrays of rows, but what a loader's batches may have.
 
     Such are lists with one entry per sample, packed sequences, objects of a library, and texts
@@ -415,7 +416,7 @@ def evaluate_batch(model: Module, arrays: tuple[Any, ...]) -> dict[str, Any]:
     return values
 
 
-def predict_batch(model: Module, x: Any) -> Any:
+def predict_batch(model: Module, x: Tree) -> Any:
     """Compute the net's outputs for one batch; return them as NumPy arrays."""
     steps, arrays = model._fitkit.kept_steps, (x, None, None)
     assert type(steps) is KeptSteps

@@ -36,7 +36,9 @@ def takes_items_in_batch(net: nn.Module, caller: TakesInputs, x: Tree) -> bool:
     return caller.takes_any_keyword(x) and any(map(is_hugging_face, net.modules()))
 
 
-def ask_for_sum(own: OwnLoss, computed: Callable[[Any], Any], x: Mapping[str, Any], y: Any) -> None:
+def ask_for_sum(
+    own: OwnLoss, computed: Callable[[Any], Any], x: Mapping[str, Any], y: Tree
+) -> None:
     """Find out what counts from the batch's mean and sum.
 
     Args:

@@ -36,6 +36,7 @@ from fitkit.shortcuts import Shortcut
 from fitkit.training.explain import raise_explained, shape_words
 from fitkit.training.log import Logbook
 from fitkit.training.own_loss import ask_for_rows, ask_for_sum, takes_items_in_batch
+from fitkit.typing import AnyCallable, Outputs, Tree
 
 
 @dataclasses.dataclass(slots=True)
@@ -213,7 +214,7 @@ class CompiledStep:
         self.compute(forward, *self.moved_parts(batch.data))
 
     def inside(
-        self, model: Callable[..., Any], batch: Any, *, is_part: bool, counts: bool
+        self, model: Callable[..., Any], batch: Tree, *, is_part: bool, counts: bool
     ) -> Outcome:
         """The outcome of a batch inside a step of the model's own. Only the metrics record it.
 
@@ -232,6 +233,7 @@ class CompiledStep:
                 self.measure(outcome, samples_in(x, y))
         return outcome
 
+<<<<<<< HEAD
     def outputs_inside(self, model: Callable[..., Any], batch: Any) -> Any:
         """The net's outputs for a batch that is on the device, inside a `predict_step`."""
         return self.caller(self.in_precision(model), self.parts(batch)[0])
@@ -242,6 +244,18 @@ class CompiledStep:
 
     def parts(self, batch: Any) -> tuple[Any, Any, Any]:
         """The inputs, targets and weights of a batch that is on the device."""
+=======
+    def outputs_inside(self, model: Callable[..., Any], batch: Tree) -> Any:
+        """Return the net's outputs for a batch that is on the device, inside a `predict_step`."""
+        return self.caller(self.in_precision(model), self.parts(batch)[0])
+
+    def moved_parts(self, data: Tree) -> tuple[Any, Any, Any]:
+        """Return a batch's inputs, targets and weights, on the device."""
+        return self.parts(self.mover.move(data))
+
+    def parts(self, batch: Tree) -> tuple[Any, Any, Any]:
+        """Return the inputs, targets and weights of a batch that is on the device."""
+>>>>>>> 6a5519d (Parameters of training/ say tree, outputs or callable where they said anything)
         x, y, weight = self._unpack(batch)
         if self.loss is None:
             y = weight = None
@@ -254,7 +268,7 @@ class CompiledStep:
         return x, y, weight
 
     def compute(
-        self, forward: Callable[..., Any], x: Any, y: Any, weight: Any, *, is_part: bool = False
+        self, forward: Callable[..., Any], x: Tree, y: Tree, weight: Tree, *, is_part: bool = False
     ) -> Outcome:
         """The outcome of a batch's parts, by a way to call the net in the right precision."""
         if not self.checked:
@@ -268,8 +282,13 @@ class CompiledStep:
             self.explain(error, x, y)
             raise
 
+<<<<<<< HEAD
     def _outcome(self, outputs: Any, y: Any, weight: Any, is_part: bool) -> Outcome:
         """The outcome of a batch with these outputs, after the first batch's checks."""
+=======
+    def _outcome(self, outputs: Any, y: Tree, weight: Tree, is_part: bool) -> Outcome:
+        """Return the outcome of a batch with these outputs, after the first batch's checks."""
+>>>>>>> 6a5519d (Parameters of training/ say tree, outputs or callable where they said anything)
         loss, sequences = self.loss, self._sequences
         if loss is None:
             whole = outputs if sequences is None else sequences.join(outputs)
@@ -343,8 +362,17 @@ class CompiledStep:
 
     # ------------------------------------------------------------------ the first batch
 
+<<<<<<< HEAD
     def _first_outcome(self, outputs: Any, x: Any, y: Any, weight: Any, is_part: bool) -> Outcome:
         """The first batch's outcome, and its checks of everything that shows before an update."""
+=======
+    def _first_outcome(
+        self, outputs: Outputs, x: Tree, y: Tree, weight: Tree, is_part: bool
+    ) -> Outcome:
+        """Return the first batch's outcome, and its checks of everything that shows before an
+        update.
+        """
+>>>>>>> 6a5519d (Parameters of training/ say tree, outputs or callable where they said anything)
         loss = self.loss
         if loss is None:
             self.mover.transfer.note_writes()
@@ -368,24 +396,20 @@ class CompiledStep:
 
     def _look_at(self, data: Any) -> None:
         """Decide by the first batch, after its forward, whether others need no move."""
-        if (
-            self.keeps_batches
-            and type(data) is tuple
-            and self._sequences is None
-            and BATCHES_STAY.is_on
-        ):
+        are_rows = self.keeps_batches and type(data) is tuple and self._sequences is None
+        if are_rows and BATCHES_STAY.is_on:
             self._opens, self._has_weights = self.mover.leaves(data), len(data) > 2
 
-    def _check_batch(self, x: Any, y: Any, weight: Any) -> None:
+    def _check_batch(self, x: Tree, y: Tree, weight: Tree) -> None:
         """Refuse an invalid first batch before the net gets it."""
         check_inputs(x, weight, self.name)
         if self.all_targets and self.all_targets[0] is None:  # the user named none, as for arrays
             warn_of_second_target(y, weight)
 
-    def _check_sequences(self, sequences: DividedModel, x: Any, y: Any) -> None:
+    def _check_sequences(self, sequences: DividedModel, x: Tree, y: Tree) -> None:
         """Refuse a net or a loss that can't be computed from parts of sequences."""
 
-        def outputs(forward: Callable[..., Any], x: Any) -> Any:
+        def outputs(forward: Callable[..., Any], x: Tree) -> Any:
             return self.caller(self.in_precision(forward), x)
 
         loss = self.loss
@@ -408,14 +432,16 @@ class CompiledStep:
                 fresh(whole, y)[0], term.scale * sequences.mean(term.value, term.count)[0]
             )
 
-    def _ask_net(self, loss: CompiledLoss, outputs: Any, x: Any, y: Any, is_part: bool) -> None:
+    def _ask_net(
+        self, loss: CompiledLoss, outputs: Outputs, x: Tree, y: Tree, is_part: bool
+    ) -> None:
         """Find out what a net's own loss is the mean over, by asking it in other ways."""
         own = loss.own
         if own is None or own.is_decided or not isinstance(x, Mapping):
             return
         net = self.wrapped.module
 
-        def computed(inputs: Any) -> Any:
+        def computed(inputs: Tree) -> Any:
             with modes_restored(net), torch.no_grad():
                 net.eval()
                 return self.caller(self.in_precision(net), inputs)
@@ -433,7 +459,7 @@ class CompiledStep:
         samples, counts = batch.samples, self.loss.counts(trees.map_leaves(torch.as_tensor, y))
         return [float(samples if c is None or not samples else c) for c in counts]
 
-    def explain(self, error: Exception, x: Any, y: Any) -> None:
+    def explain(self, error: Exception, x: Tree, y: Tree) -> None:
         """Replace an error that a batch caused by a clearer one, if there is one."""
         if y is None and self._had_target:
             raise ConfigurationError(
@@ -449,8 +475,13 @@ def number_of(count: Count) -> Count:
     return count.item() if isinstance(count, torch.Tensor) and count.is_cpu else count
 
 
+<<<<<<< HEAD
 def labels_inside(x: Any) -> Any:
     """The targets that a dict batch has among its inputs; None if there are none."""
+=======
+def labels_inside(x: Tree) -> Any:
+    """Return the targets that a dict batch has among its inputs; None if there are none."""
+>>>>>>> 6a5519d (Parameters of training/ say tree, outputs or callable where they said anything)
     if isinstance(x, Mapping):
         for key in LABEL_KEYS:
             if key in x:
@@ -473,7 +504,7 @@ def unpacker_of(model: Module, name: str | None = None) -> Callable[[Any], tuple
     caller = caller_of(model)
     keys = set(trees.leaves(target))
 
-    def taken_apart(batch: Any) -> tuple[Any, Any, Any]:
+    def taken_apart(batch: Tree) -> tuple[Any, Any, Any]:
         x, y, weight = unpack_batch(batch)
         if not isinstance(x, Mapping):
             if y is None and keys and all(hasattr(x, str(key)) for key in keys):
@@ -501,7 +532,7 @@ def counter_of(model: Module) -> Callable[[Any], int]:
     speaks = compilation.strategy.collectives.rank == 0
     unpack = None if compilation.given.target is None else unpacker_of(model)
 
-    def samples_of(batch: Any) -> int:
+    def samples_of(batch: Tree) -> int:
         if (rows := plain_rows(batch)) is not None:
             return rows
         if unpack is not None and isinstance(batch, Mapping) and said_by(batch) is None:
@@ -515,7 +546,7 @@ def counter_of(model: Module) -> Callable[[Any], int]:
     return samples_of
 
 
-def check_inputs(x: Any, weight: Any, name: str) -> None:
+def check_inputs(x: Tree, weight: Tree, name: str) -> None:
     """Refuse a batch without a tensor of inputs, or with invalid weights.
 
     Raises:
@@ -621,13 +652,18 @@ class Caller:
             and item.default is inspect.Parameter.empty
         ]
 
-    def __call__(self, net: Callable[..., Any], x: Any) -> Any:
+    def __call__(self, net: Callable[..., Any], x: Tree) -> Any:
         """Call `net` on the inputs `x`."""
         given, named = self.arguments(x)
         return net(*given, **named)
 
+<<<<<<< HEAD
     def arguments(self, x: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """The net's arguments for the inputs `x`: by position, and by keyword."""
+=======
+    def arguments(self, x: Tree) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return the net's arguments for the inputs `x`: by position, and by keyword."""
+>>>>>>> 6a5519d (Parameters of training/ say tree, outputs or callable where they said anything)
         if isinstance(x, Mapping) and self.by_keyword(x):
             return (), x
         if isinstance(x, (tuple, list)) and self.by_position(x):
@@ -647,11 +683,11 @@ class Caller:
             return True
         return len(self._required) != 1
 
-    def takes(self, x: Any, name: str) -> bool:
+    def takes(self, x: Tree, name: str) -> bool:
         """Whether inputs are passed by keyword, and one of this name may be among them."""
         return name in self._names and isinstance(x, Mapping) and self.by_keyword(x)
 
-    def takes_any_keyword(self, x: Any) -> bool:
+    def takes_any_keyword(self, x: Tree) -> bool:
         """Whether inputs are passed by keyword, and others may be among them."""
         return self._any_keyword and isinstance(x, Mapping) and self.by_keyword(x)
 
@@ -674,7 +710,7 @@ def caller_of(model: torch.nn.Module) -> Caller:
     return Caller(forward)
 
 
-def _spreads(forward: Any) -> bool:
+def _spreads(forward: AnyCallable) -> bool:
     """Whether a forward takes anything and passes it on."""
     kinds = {item.kind for item in signature_of(forward)}
     return kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
