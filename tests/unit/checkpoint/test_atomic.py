@@ -120,7 +120,7 @@ def test_a_missing_folder_is_named(tmp_path):
 
 
 def test_a_path_below_a_file_is_refused(path, old):
-    with pytest.raises(CheckpointError, match="there is no folder"):
+    with pytest.raises(CheckpointError, match="FK059"):
         save_weights(path / "file.h5", {})
     assert only_file(path) == old
 

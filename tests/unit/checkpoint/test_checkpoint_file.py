@@ -76,7 +76,7 @@ def test_weights_that_the_state_shares_are_written_once(path):
 
 def test_a_file_without_a_state_says_what_it_is(path, tmp_path):
     save_weights(path, normed().state_dict())
-    with pytest.raises(CheckpointError, match="has weights only; use load_weights"):
+    with pytest.raises(CheckpointError, match="FK054"):
         open_checkpoint(path).__enter__()
     write_container(path, {"kind": "profile", "state": {"dict": {}}}, [])
     with pytest.raises(CheckpointError, match="holds 'profile', not 'checkpoint'"):

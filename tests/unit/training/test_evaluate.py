@@ -107,7 +107,7 @@ def test_an_error_in_a_later_batch_is_explained_and_leaves_the_mode():
     x = torch.randint(3, (20, 1))
     x[18] = 7
     model = compiled(nn.Sequential(nn.Embedding(3, 2), nn.Flatten()))
-    with pytest.raises(fitkit.ConfigurationError, match="Embedding layer got an index"):
+    with pytest.raises(fitkit.ConfigurationError, match="FK012"):
         model.predict(x, batch_size=4, verbose=0)
     assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
 

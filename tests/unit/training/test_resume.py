@@ -167,7 +167,7 @@ def test_other_data_within_an_epoch_are_refused(tmp_path, change):
     path, data = tmp_path / "a.h5", {"x": X, "y": Y, "batch_size": 8, "verbose": 0}
     with pytest.raises(KeyboardInterrupt):
         model_for(OPTIONS["adam"]).fit(**data, callbacks=Cut(path, 0, 2))
-    with pytest.raises(fitkit.ConfigurationError, match="in the middle of an epoch over data"):
+    with pytest.raises(fitkit.ConfigurationError, match="FK058"):
         model_for(OPTIONS["adam"]).fit(**{**data, **change}, resume_from=path)
 
 

@@ -289,7 +289,7 @@ def test_lists_that_cannot_step_together_are_refused():
     hidden, others = split(module)
     with pytest.raises(ConfigurationError, match="LBFGS computes the loss itself"):
         compiled(module, [torch.optim.LBFGS(hidden), SGD(others, 0.1)])
-    with pytest.raises(ConfigurationError, match="aren't this model's"):
+    with pytest.raises(ConfigurationError, match="FK024"):
         compiled(net(), pair(module))
     with pytest.raises(ConfigurationError, match="learning_rate=0.1"):
         compiled(module, pair(module), learning_rate=0.1)

@@ -332,7 +332,7 @@ def test_a_rate_of_0_compares_nothing_and_says_so(data):
 
 
 def test_an_error_of_the_net_is_that_of_fit(data):
-    with pytest.raises(fitkit.ConfigurationError, match="can't take this batch"):
+    with pytest.raises(fitkit.ConfigurationError, match="FK001"):
         verified(nets.dense(5, 3), *data)
 
 
