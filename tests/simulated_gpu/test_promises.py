@@ -1,5 +1,6 @@
 """What the pages promise about GPUs, where equal numbers don't show it."""
 
+import copy
 import os
 
 import pytest
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fitkit
+from fitkit.extras import free_devices
 from tests.nets import classification
 
 pytestmark = pytest.mark.skipif(simulation.KIND != "cuda", reason="these are CUDA's promises")
@@ -59,6 +61,22 @@ def test_each_rank_has_a_device_of_its_own_and_speaks_by_nccl():
     model = compiled(nn.Linear(6, 3), [1, 3])
     model.fit(X, Y, batch_size=8, callbacks=[Where()], verbose=0)
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+
+
+class Copies(fitkit.callbacks.Callback):
+    """Evaluates a copy of the model on each rank, in the middle of its training."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        made = copy.copy(self.model)
+        assert made.evaluate(X, Y, verbose=0) == self.model.evaluate(X, Y, verbose=0)
+        device = next(made.net.parameters()).device
+        assert device.index == torch.cuda.current_device() == [1, 3][self.model.global_rank]
+
+
+def test_a_copy_within_fit_has_the_free_gpus_that_were_chosen_for_the_original(monkeypatch):
+    monkeypatch.setattr(free_devices, "find_usable_cuda_devices", lambda count: [1, 3])
+    model = compiled(nn.Linear(6, 3), 2, auto_select_gpus=True)
+    model.fit(X, Y, batch_size=8, callbacks=[Copies()], verbose=0)
 
 
 def test_sparse_gradients_are_refused_by_name_where_devices_cannot_exchange_them():
