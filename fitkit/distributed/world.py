@@ -180,10 +180,10 @@ def abort() -> None:
     """End this process's exchanges; torch itself can do that with NCCL alone."""
     if _group_store is not None:
         _group_store.end_waits()
+    hang_up()  # Before torch forgets the group: of gloo it ends nothing.
     if in_own_group() and "nccl" in dist.get_backend_config():
         with contextlib.suppress(Exception):
             dist.distributed_c10d._abort_process_group()
-    hang_up()
 
 
 def hang_up() -> None:

@@ -418,6 +418,8 @@ def _carry_by_gloo(c10d):
 
     if KIND == "cuda":
         c10d.ProcessGroupNCCL = ProcessGroupNCCL
+        # Torch calls these of NCCL's groups, to abort several at once.
+        c10d.ProcessGroupGloo._group_start = c10d.ProcessGroupGloo._group_end = lambda group: None
         c10d.is_nccl_available = lambda: True
         c10d.default_pg_nccl_timeout = datetime.timedelta(minutes=10)
     elif KIND == "npu":

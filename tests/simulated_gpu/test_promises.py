@@ -2,6 +2,8 @@
 
 import copy
 import os
+import threading
+import time
 
 import pytest
 import simulation
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fitkit
+from fitkit.distributed import world
 from fitkit.extras import free_devices
 from tests.nets import classification
 
@@ -77,6 +80,26 @@ def test_a_copy_within_fit_has_the_free_gpus_that_were_chosen_for_the_original(m
     monkeypatch.setattr(free_devices, "find_usable_cuda_devices", lambda count: [1, 3])
     model = compiled(nn.Linear(6, 3), 2, auto_select_gpus=True)
     model.fit(X, Y, batch_size=8, callbacks=[Copies()], verbose=0)
+
+
+class Gone(fitkit.callbacks.Callback):
+    """Lets rank 0 wait in main memory's exchange for a rank that does something else."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.model.global_rank:
+            time.sleep(60)
+        threading.Timer(1, world.abort).start()
+        began = time.monotonic()
+        try:
+            dist.recv(torch.zeros(1), src=1)
+        except RuntimeError as error:
+            raise InterruptedError(time.monotonic() - began) from error
+
+
+def test_a_watch_ends_exchanges_of_main_memory_beside_those_of_nccl():
+    with pytest.raises(InterruptedError) as caught:
+        compiled(nn.Linear(6, 3), [1, 3]).fit(X, Y, batch_size=8, callbacks=[Gone()], verbose=0)
+    assert caught.value.args[0] < 10
 
 
 def test_sparse_gradients_are_refused_by_name_where_devices_cannot_exchange_them():
