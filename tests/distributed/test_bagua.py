@@ -221,7 +221,7 @@ def test_a_look_at_the_model_in_mid_epoch_sees_all_ranks_mean(name):
                 return
             weight = self.model.net[-1].weight
             ranks = self.model._fitkit.compilation.strategy.collectives
-            everyones = ranks.gather(weight.detach().clone())
+            everyones = ranks.gather(weight.detach().cpu())
             assert not torch.equal(everyones[0], everyones[1])
             self.means.append(torch.stack(everyones).mean(0))
             self.model.predict(X[:9], verbose=0)

@@ -117,7 +117,7 @@ def sgd(parameters, lr):
 
 def apart(found, wanted):
     pairs = zip(found.parameters(), wanted.parameters(), strict=True)
-    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+    return max(float((a.cpu() - b.cpu()).detach().abs().max()) for a, b in pairs)
 
 
 LOSSES = {
