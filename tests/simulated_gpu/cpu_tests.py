@@ -13,7 +13,7 @@ import pathlib
 import sys
 
 WHERE = os.environ.get("SIM_TESTS")
-TESTS = str(pathlib.Path(__file__).resolve().parents[1])
+LIBRARIES = (str(pathlib.Path(__file__).resolve().parents[2] / "fitkit"), sys.prefix)
 
 
 def in_main_memory(value):
@@ -28,10 +28,10 @@ def in_main_memory(value):
 
 
 def _for_tests(function):
-    """`function` of values in main memory, where a test calls it."""
+    """`function` of values in main memory, where a test calls it, or a program that it starts."""
 
     def called(*given, **options):
-        if sys._getframe(1).f_code.co_filename.startswith(TESTS):
+        if not sys._getframe(1).f_code.co_filename.startswith(LIBRARIES):
             given = map(in_main_memory, given)
         return function(*given, **options)
 

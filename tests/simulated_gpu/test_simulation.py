@@ -4,8 +4,10 @@ import copy
 import os
 import subprocess
 import sys
+import time
 
 import pytest
+import run
 import simulation
 import torch
 from torch import nn
@@ -170,6 +172,13 @@ def test_a_forked_process_is_refused():
             os._exit(0)
         os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_what_hangs_is_ended():
+    began = time.monotonic()
+    assert run.bounded([sys.executable, "-c", "import time; time.sleep(99)"], 1) is None
+    assert run.bounded([sys.executable, "-c", "raise SystemExit(3)"], 90) == 3
+    assert time.monotonic() - began < 90
 
 
 FOR_THE_CPU = """
