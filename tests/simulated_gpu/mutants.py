@@ -142,6 +142,20 @@ MUTANTS = [
         (PROMISES,),
     ),
     Mutant(
+        "a copy has the free GPUs that were chosen for its original",
+        "compilation.py",
+        'state["free_gpus"] = [*self.strategy.device_ids]',
+        "pass",
+        (PROMISES, "-k", "free_gpus"),
+    ),
+    Mutant(
+        "a watch ends the exchanges of main memory, too",
+        "distributed/world.py",
+        "    hang_up()  # Before torch forgets the group: of gloo it ends nothing.\n",
+        "",
+        (PROMISES, "-k", "watch"),
+    ),
+    Mutant(
         "dp: a replica on each device",
         "extras/dp.py",
         "replicas = replicate(self.module, list(self._devices[: len(parts)]))",
