@@ -67,7 +67,7 @@ class Agreement(Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         numbers = [*self.model.net.parameters(), *self.model.net.buffers()]
-        whole = torch.cat([number.detach().double().reshape(-1) for number in numbers])
+        whole = torch.cat([number.detach().double().reshape(-1) for number in numbers]).cpu()
         everyones = self.model._fitkit.compilation.strategy.collectives.gather(whole)
         self.apart.append(max(float((one - whole).abs().max()) for one in everyones))
 

@@ -41,6 +41,10 @@ CPU_ALONE = {
     "the test forks, which CUDA refuses": {
         "test_what_a_run_leaves_that_is_killed_at_any_step_is_gone_after_the_next",
     },
+    "a group of NCCL's, which gloo carries here, has connections that gloo alone hasn't": {
+        "test_a_stranger_finds_no_store_of_workers_and_disturbs_nothing",
+        "test_a_script_s_ranks_have_no_store_that_a_stranger_could_reach",
+    },
     "what the CPU alone refuses is tested": {
         "test_cpus_have_nothing_to_bring_to_main_memory",
     },
