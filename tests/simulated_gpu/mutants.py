@@ -142,6 +142,13 @@ MUTANTS = [
         (PROMISES,),
     ),
     Mutant(
+        "labels that count are weighed in float64",
+        "accelerators.py",
+        "count.to(widest_dtype(count.device))",
+        "count",
+        (PROMISES, "-k", "float64"),
+    ),
+    Mutant(
         "a copy has the free GPUs that were chosen for its original",
         "compilation.py",
         'state["free_gpus"] = [*self.strategy.device_ids]',
