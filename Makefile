@@ -89,7 +89,7 @@ test-gpu:
 
 # Each kind of device in a run of its own: the GPU tests and the matrix on CUDA's rules, the matrix on types of other names.
 SIMULATED := tests/simulated_gpu/run.py
-ON_GPU = $(BIN)/python $(SIMULATED) --kind $(1) -- -m pytest -q -p plugin -n 2 --dist load
+ON_GPU = $(BIN)/python $(SIMULATED) --kind $(1) --minutes 40 -- -m pytest -q -p plugin -n 2 --dist load
 test-simulated-gpu: $(STAMP)
 ifeq ($(ARGS),short)
 	@$(call ON_GPU,cuda) tests/simulated_gpu tests/gpu --ignore tests/gpu/test_no_waiting.py

@@ -103,6 +103,14 @@ def _widest(kind: str) -> torch.dtype:
     return torch.float64
 
 
+def exact_count(count: torch.Tensor) -> float | torch.Tensor:
+    """A count (()) as a number; on a device, where reading it would wait, in `widest_dtype`.
+
+    Torch divides whole numbers in float32.
+    """
+    return count.item() if count.is_cpu else count.to(widest_dtype(count.device))
+
+
 def backends_for(device: torch.device) -> str:
     """The backends of process groups for ranks on such devices, by torch's own map.
 

@@ -145,10 +145,14 @@ class CompileArguments:
         optimizer = "adam" if self.optimizer is None else self.optimizer
         return OptimizerChoice(optimizer, None if instances_in(optimizer) else self.learning_rate)
 
-    def chosen_strategy(self) -> Strategy:
-        """What the arguments about hardware mean in this process."""
+    def chosen_strategy(self, devices: DevicesArgument | Unset = UNSET) -> Strategy:
+        """What the arguments about hardware mean in this process.
+
+        Args:
+            devices: those that were chosen before; left out, they are chosen now.
+        """
         return resolve_strategy(
-            self._chosen_devices(),
+            self._chosen_devices() if isinstance(devices, Unset) else devices,
             self.accelerator,
             self.strategy,
             self.precision,
@@ -239,6 +243,8 @@ class Compilation:
     Attributes:
         given: the arguments, those included that earlier calls have given.
         optimizer, scheduler, loss, metrics: what they resolved to.
+        free_gpus: of a copy on the same machine, those that `auto_select_gpus` chose for its
+            original: within a run they aren't free any more, and each rank would choose others.
     """
 
     given: CompileArguments
@@ -246,25 +252,38 @@ class Compilation:
     scheduler: SchedulerChoice | None
     loss: CompiledLoss
     metrics: CompiledMetrics
+    free_gpus: DevicesArgument | Unset = UNSET
 
     @functools.cached_property
     def strategy(self) -> Strategy:
         """The devices and how they train together, as the arguments about hardware say."""
-        return self.given.chosen_strategy()
+        return self.given.chosen_strategy(self.free_gpus)
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in vars(self).items() if name != "strategy"}
+        return {**self._state_here(), "free_gpus": UNSET}
+
+    def _state_here(self) -> dict[str, object]:
+        """What copies on this machine get."""
+        state = {name: value for name, value in vars(self).items() if name != "strategy"}
+        if self.given.auto_select_gpus and "strategy" in vars(self):
+            state["free_gpus"] = [*self.strategy.device_ids]
+        return state
+
+    def __copy__(self) -> Compilation:
+        made = object.__new__(type(self))
+        vars(made).update(self._state_here())
+        return made
 
     def __deepcopy__(self, memo: dict[int, object]) -> Compilation:
         made = memo[id(self)] = copy.copy(self)
         # It only describes, and may hold what can't be copied.
         memo[id(self.given.strategy)] = self.given.strategy
-        vars(made).update(copy.deepcopy(self.__getstate__(), memo))
+        vars(made).update(copy.deepcopy(self._state_here(), memo))
         return made
 
     def _state_for_ranks(self, strategy: Strategy) -> dict[str, object]:
         """The ranks of a call get its strategy. Other models that come along resolve theirs."""
-        return vars(self) if self.strategy is strategy else self.__getstate__()
+        return vars(self) if self.strategy is strategy else self._state_here()
 
     @classmethod
     def default(cls) -> Compilation:

@@ -96,6 +96,12 @@ class PromptStore(Store):
         self._ends_waits = False
         self._seen: set[str] = set()
 
+    def wait_for_all(self) -> None:
+        """Wait until every rank has called this."""
+        if self.add("came", 1) == self._ranks:
+            self.set("all came", "")
+        self.wait(["all came"])
+
     def end_waits(self) -> None:
         """End the wait that is under way, and those to come."""
         self._ends_waits = True

@@ -123,8 +123,13 @@ def enter(
         if store is not None and "nccl" in chosen and NCCL_FAILURES not in os.environ:
             # Abort the exchange. torch's default ends the process, which is rank 0's: the user's.
             _set_until_left(NCCL_FAILURES, "2")
-        # NCCL's threads ask their store at all times, which Python's isn't for.
+        # NCCL's threads ask their store at all times, which Python's isn't for. Gloo beside it has
+        # torch's own, too: nothing ends its wait there for a rank that never comes.
         given = meeting if chosen == "gloo" else store
+        if meeting is not None and given is not meeting:
+            meeting.wait_for_all()
+        # Without device_id: NCCL would start in here, where nothing ends it if a rank is missing,
+        # and barriers would be NCCL's. Each verb makes its device the current one.
         with counting_connections():
             dist.init_process_group(
                 chosen, store=given, rank=world.rank, world_size=world.size, timeout=timeout
@@ -180,10 +185,10 @@ def abort() -> None:
     """End this process's exchanges; torch itself can do that with NCCL alone."""
     if _group_store is not None:
         _group_store.end_waits()
+    hang_up()  # Before torch forgets the group: of gloo it ends nothing.
     if in_own_group() and "nccl" in dist.get_backend_config():
         with contextlib.suppress(Exception):
             dist.distributed_c10d._abort_process_group()
-    hang_up()
 
 
 def hang_up() -> None:

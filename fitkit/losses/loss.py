@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
-from fitkit.accelerators import move, widest_dtype
+from fitkit.accelerators import exact_count, move, widest_dtype
 from fitkit.arguments import callable_name, check_takes_pair, describe, is_torchs, snake_case
 from fitkit.errors import ArgumentTypeError, ConfigurationError, FitkitError, warn
 from fitkit.losses import guards
@@ -35,10 +35,9 @@ def checked_count(count: Any, what: str) -> float | torch.Tensor:
         ConfigurationError: it isn't one number from 0.
     """
     if isinstance(count, torch.Tensor) and count.numel() == 1 and not count.is_complex():
-        count = count.detach().reshape(())
-        if not count.is_cpu:
-            return count  # reading it would wait for the device
-        count = count.item()
+        count = exact_count(count.detach().reshape(()))
+        if isinstance(count, torch.Tensor):
+            return count
     if isinstance(count, bool) or not isinstance(count, numbers.Real):
         raise ConfigurationError(
             f"{what}={describe(count)}. It must be one number: how many labels (or samples, or "

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fitkit import trees
+from fitkit.accelerators import exact_count
 from fitkit.compilation import MEMORY_FORMATS
 from fitkit.data.batches import Batch, check_weights, unpack_batch, warn_of_second_target
 from fitkit.data.to_device import LABEL_KEYS, Mover, Transfer
@@ -472,7 +473,7 @@ class CompiledStep:
 
 def number_of(count: Count) -> Count:
     """A count as a Python number, if reading it doesn't wait."""
-    return count.item() if isinstance(count, torch.Tensor) and count.is_cpu else count
+    return exact_count(count) if isinstance(count, torch.Tensor) else count
 
 
 <<<<<<< HEAD

@@ -67,7 +67,7 @@ class Agreement(Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         numbers = [*self.model.net.parameters(), *self.model.net.buffers()]
-        whole = torch.cat([number.detach().double().reshape(-1) for number in numbers])
+        whole = torch.cat([number.detach().double().reshape(-1) for number in numbers]).cpu()
         everyones = self.model._fitkit.compilation.strategy.collectives.gather(whole)
         self.apart.append(max(float((one - whole).abs().max()) for one in everyones))
 
@@ -221,7 +221,7 @@ def test_a_look_at_the_model_in_mid_epoch_sees_all_ranks_mean(name):
                 return
             weight = self.model.net[-1].weight
             ranks = self.model._fitkit.compilation.strategy.collectives
-            everyones = ranks.gather(weight.detach().clone())
+            everyones = ranks.gather(weight.detach().cpu())
             assert not torch.equal(everyones[0], everyones[1])
             self.means.append(torch.stack(everyones).mean(0))
             self.model.predict(X[:9], verbose=0)

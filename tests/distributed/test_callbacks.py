@@ -68,7 +68,7 @@ class SameOnAllRanks(Callback):
     def _check(self):
         mine = [tensor.double().sum() for tensor in self.model.state_dict().values()]
         rates = [float(group["lr"]) for group in self.model.optimizer.param_groups]
-        numbers = torch.stack([*mine, *torch.tensor(rates, dtype=torch.float64)])
+        numbers = torch.stack([*mine, *torch.tensor(rates, dtype=torch.float64).to(mine[0].device)])
         everyones = self.model.all_gather(numbers[None])
         assert torch.equal(everyones[0], everyones[-1]), everyones
         self.checks += 1

@@ -71,7 +71,8 @@ def reference(made, y, size=16, epochs=2, clip=None, rows=53):
 
 def assert_same(model, wanted, atol=1e-10):
     for (name, found), value in zip(model.net.state_dict().items(), wanted.state_dict().values()):
-        assert (found - value).abs().max() < atol, (name, found - value)
+        apart = found.cpu() - value
+        assert apart.abs().max() < atol, (name, apart)
 
 
 def assert_compiled(model):

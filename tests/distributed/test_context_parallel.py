@@ -47,7 +47,9 @@ class Decoder(nn.Module):
         nn.init.zeros_(self.places.weight)  # in which a wrong place wouldn't show at first
 
     def positions(self, tokens, position_ids):
-        return torch.arange(tokens.shape[1])[None] if position_ids is None else position_ids
+        if position_ids is not None:
+            return position_ids
+        return torch.arange(tokens.shape[1], device=tokens.device)[None]
 
     def forward(self, tokens, position_ids=None):
         x = self.embed(tokens) + self.places(self.positions(tokens, position_ids))
@@ -225,12 +227,13 @@ class Unseen(Decoder):
 
 class CountsItself(Decoder):
     def positions(self, tokens, position_ids):
-        return torch.arange(tokens.shape[1])[None]
+        return torch.arange(tokens.shape[1], device=tokens.device)[None]
 
 
 class Masked(Block):
     def attend(self, query, key, value):
-        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+        shape = query.shape[-2], key.shape[-2]
+        mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
 

@@ -37,7 +37,7 @@ class Pairs(nn.Module):
     def contrast(self, outputs):
         """Every other sample of the batch is a negative."""
         scores = outputs["left"] @ outputs["right"].T * self.scale.exp()
-        return nn.functional.cross_entropy(scores, torch.arange(len(scores)))
+        return nn.functional.cross_entropy(scores, torch.arange(len(scores), device=scores.device))
 
 def batches(node, nodes=2):
     """Uneven ones, the last with a single sample; each node has its own."""
@@ -61,6 +61,7 @@ def run(net, name):
     wrapped = strategy.wrap_for_training(net, averages=name == "averages")
     learning = torch.optim.SGD(net.parameters(), 0.5)
     for batch in batches(node):
+        batch["x"] = batch["x"].to(strategy.device)
         learning.zero_grad()
         outputs = wrapped("step", batch)
         assert outputs["captions"] == batch["captions"], outputs["captions"]
@@ -72,7 +73,7 @@ def run(net, name):
         learning.step()
     with torch.no_grad():
         if node:  # a node may have fewer batches than the other
-            x = next(batches(node))["x"]
+            x = next(batches(node))["x"].to(strategy.device)
             found = strategy.wrap_for_evaluation(net)("", x)
             assert found["flags"].tolist() == [True] * 5 and found["n"].tolist() == [3, 2]
             assert found["none"] is None
@@ -174,7 +175,7 @@ class Logs(fitkit.Model):
     def training_step_end(self, outputs):
         scores = outputs["left"] @ outputs["right"].T
         self.log("rows", float(len(scores)), reduce_fx="sum")
-        return nn.functional.cross_entropy(scores, torch.arange(len(scores)))
+        return nn.functional.cross_entropy(scores, torch.arange(len(scores), device=scores.device))
 
     def validation_step(self, batch, batch_idx):
         return self.training_step(batch, batch_idx)

@@ -33,7 +33,7 @@ class Setting(nn.Module):
                 elif self.how == "drawn":
                     self.scale.copy_(torch.randn(3))
                 elif self.how == "by .data":
-                    self.scale.data = torch.randn(3)
+                    self.scale.data = torch.randn(3).to(x)
         return self.lin(self.norm(x) * self.scale)
 
 

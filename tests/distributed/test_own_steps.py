@@ -156,7 +156,7 @@ def test_gathered_embeddings_carry_gradients_between_ranks():
         def training_step(self, batch, batch_idx):
             both = self.all_gather({"a": self.layer(batch[0]), "b": self.layer(batch[0].flip(1))})
             scores = F.normalize(both["a"]) @ F.normalize(both["b"]).T
-            return F.cross_entropy(scores, torch.arange(len(scores)))
+            return F.cross_entropy(scores, torch.arange(len(scores), device=scores.device))
 
     models = [Contrastive(), Contrastive()]
     for model, ranks in zip(models, (1, 2), strict=True):

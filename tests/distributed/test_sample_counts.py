@@ -14,6 +14,7 @@ class Graphs:
         self.num_graphs = len(rows)
 
     def to(self, device):
+        self.nodes = self.nodes.to(device)
         return self
 
 

@@ -198,7 +198,7 @@ def test_evaluation_and_prediction_are_exact_and_in_order(count):
     x, y = X[:count], Y[:count]
     values = model.evaluate(x, y, batch_size=8, verbose=0, return_dict=True)
     with torch.no_grad():
-        logits = model.net(x)
+        logits = model.net.cpu()(x)
     assert values["loss"] == pytest.approx(F.cross_entropy(logits, y).item(), abs=1e-6)
     assert values["accuracy"] == pytest.approx((logits.argmax(1) == y).float().mean().item())
     if count > 17:
@@ -251,7 +251,7 @@ def test_sample_weights_and_validation_count_on_all_ranks():
     losses = F.cross_entropy(dense(6, 8, 3)(X), Y, reduction="none")
     assert history["loss"][0] == pytest.approx((losses * weight).mean().item(), abs=1e-6)
     with torch.no_grad():
-        after = F.cross_entropy(model.net(X), Y).item()
+        after = F.cross_entropy(model.net.cpu()(X), Y).item()
     assert history["val_loss"][0] == pytest.approx(after, abs=1e-6)
 
 
@@ -541,7 +541,7 @@ def test_workers_know_loss_and_metric_names_that_only_this_process_has_registere
             found.append(model.evaluate(X, Y, sample_weight=X[:, 0].abs(), verbose=0))
         assert found[1] == pytest.approx(found[0], rel=1e-6)
         assert len(found[0]) == 3 and found[0][1] == pytest.approx(
-            float(off_by(model.net(X), Y).double().mean())
+            float(off_by(model.net.cpu()(X), Y).double().mean())
         )
     finally:
         for registry in (NAMES, LOSSES):

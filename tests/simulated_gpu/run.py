@@ -1,12 +1,15 @@
 """Run Python with simulated GPUs: python tests/simulated_gpu/run.py [--kind K] -- program.py …
 
 K is cuda (4 devices, or `--gpus`), mps (one) or npu (4). What stands after `--` goes to Python: a
-program, `-m module`, `-c code`. The library is compiled first if it isn't there (a minute), into
-.cache/simulated-gpu, under torch's version and the sources' digest. Where the machine can't have it
-(it needs Linux on x86-64, g++ and a CPU build of torch), the program says so and ends well.
+program, `-m module`, `-c code`. With `--minutes`, all that it started is ended after so long.
+
+The library is compiled first if it isn't there (a minute), into .cache/simulated-gpu, under torch's
+version and the sources' digest. Where the machine can't have it (it needs Linux on x86-64, g++ and
+a CPU build of torch), the program says so and ends well.
 """
 
 import argparse
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -14,6 +17,7 @@ import os
 import pathlib
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -69,10 +73,35 @@ def environment(kind="cuda", gpus=4):
     }
 
 
+def bounded(command, seconds, **options):
+    """Run a command, and end it and all that it started after so many seconds.
+
+    Ranks that wait for each other in torch hear no signal of pytest's limits.
+
+    Args:
+        options: of `subprocess.Popen`.
+
+    Returns:
+        Its exit status; None where it was ended.
+    """
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
+    process = subprocess.Popen(command, start_new_session=True, **options)
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        signal.signal(signal.SIGTERM, before)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--kind", choices=OPTION, default="cuda")
     parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("--minutes", type=float)
     parser.add_argument("program", nargs=argparse.REMAINDER)
     given = parser.parse_args()
     reason = impossible()
@@ -81,7 +110,13 @@ def main():
         return
     program = given.program[1:] if given.program[:1] == ["--"] else given.program
     command = [sys.executable, *program]
-    os.execve(sys.executable, command, environment(given.kind, given.gpus))
+    variables = environment(given.kind, given.gpus)
+    if given.minutes is None:
+        os.execve(sys.executable, command, variables)
+    status = bounded(command, 60 * given.minutes, env=variables)
+    if status is None:
+        print(f"[simulated-gpu] ended after {given.minutes:g} minutes: {' '.join(program)}")
+    raise SystemExit(124 if status is None else status)
 
 
 if __name__ == "__main__":

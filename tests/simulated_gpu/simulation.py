@@ -16,6 +16,8 @@ import sys
 import time
 import types
 
+import cpu_tests
+
 KIND = os.environ.get("SIM_KIND", "cuda")
 """The type of the devices: "cuda", "mps" (one, no float64) or "npu" (known by registration)."""
 
@@ -51,6 +53,8 @@ class _Hook(importlib.abc.MetaPathFinder):
             "torch.distributed.distributed_c10d": _carry_by_gloo,
             "torch._inductor.compile_fx": _run_graphs_as_they_are,
         }
+        if cpu_tests.WHERE:
+            self.after["fitkit.distributed.devices"] = cpu_tests.choose_the_device
 
     def find_spec(self, name, path=None, target=None):
         if name == "torch.cuda" and library is None:
@@ -100,7 +104,8 @@ def _note(kind, what):
     log = os.environ.get("SIM_LOG")
     if kind == b"race" and log:  # so that those of other ranks are seen
         with open(log, "a") as file:
-            file.write("\n    ".join([f"race: {what.decode()}", *stack[:25]]) + "\n")
+            head = f"race in process {os.getpid()}: {what.decode()}"
+            file.write("\n    ".join([head, *stack[:25]]) + "\n")
 
 
 def _visible():
@@ -316,6 +321,8 @@ def _scatter(tensor, devices, sizes, dim, streams):
 
 def _register(torch):
     """Name the type that torch keeps for others "npu", with the module that such a backend has."""
+    if cpu_tests.WHERE:
+        cpu_tests.compare_anywhere(torch)
     if KIND == "cuda":
         import cells
 
@@ -411,6 +418,8 @@ def _carry_by_gloo(c10d):
 
     if KIND == "cuda":
         c10d.ProcessGroupNCCL = ProcessGroupNCCL
+        # Torch calls these of NCCL's groups, to abort several at once.
+        c10d.ProcessGroupGloo._group_start = c10d.ProcessGroupGloo._group_end = lambda group: None
         c10d.is_nccl_available = lambda: True
         c10d.default_pg_nccl_timeout = datetime.timedelta(minutes=10)
     elif KIND == "npu":

@@ -1,6 +1,9 @@
 """What the pages promise about GPUs, where equal numbers don't show it."""
 
+import copy
 import os
+import threading
+import time
 
 import pytest
 import simulation
@@ -9,6 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import fitkit
+from fitkit.distributed import world
+from fitkit.extras import free_devices
+from tests.limits import patience
 from tests.nets import classification
 
 pytestmark = pytest.mark.skipif(simulation.KIND != "cuda", reason="these are CUDA's promises")
@@ -59,6 +65,71 @@ def test_each_rank_has_a_device_of_its_own_and_speaks_by_nccl():
     model = compiled(nn.Linear(6, 3), [1, 3])
     model.fit(X, Y, batch_size=8, callbacks=[Where()], verbose=0)
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+
+
+class Copies(fitkit.callbacks.Callback):
+    """Evaluates a copy of the model on each rank, in the middle of its training."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        made = copy.copy(self.model)
+        found = made.evaluate(X, Y, verbose=0)
+        device = next(made.net.parameters()).device  # the model's own evaluation would move it back
+        assert device.index == torch.cuda.current_device() == [1, 3][self.model.global_rank]
+        assert found == self.model.evaluate(X, Y, verbose=0)
+
+
+def test_a_copy_within_fit_has_the_free_gpus_that_were_chosen_for_the_original(monkeypatch):
+    monkeypatch.setattr(free_devices, "find_usable_cuda_devices", lambda count: [1, 3])
+    model = compiled(nn.Linear(6, 3), 2, auto_select_gpus=True)
+    model.fit(X, Y, batch_size=8, callbacks=[Copies()], verbose=0)
+
+
+class Gone(fitkit.callbacks.Callback):
+    """Lets rank 0 wait in main memory's exchange for a rank that does something else."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.model.global_rank:
+            time.sleep(60)
+        threading.Timer(1, world.abort).start()
+        began = time.monotonic()
+        try:
+            dist.recv(torch.zeros(1), src=1)
+        except RuntimeError as error:
+            raise InterruptedError(time.monotonic() - began) from error
+
+
+def test_a_watch_ends_exchanges_of_main_memory_beside_those_of_nccl():
+    with pytest.raises(InterruptedError) as caught:
+        compiled(nn.Linear(6, 3), [1, 3]).fit(X, Y, batch_size=8, callbacks=[Gone()], verbose=0)
+    assert caught.value.args[0] < 10
+
+
+class WithoutRankOne(fitkit.strategies.DDPSpawnStrategy):
+    """Its rank 1 fails before it enters the process group, where rank 0 waits."""
+
+    def init_dist_connection(self, store=None):
+        if self.world.rank == 1:
+            raise OSError("no card")
+        return super().init_dist_connection(store)
+
+
+def test_a_rank_that_never_enters_the_group_beside_nccl_is_told_at_once():
+    began = time.monotonic()
+    with pytest.raises(fitkit.WorkerError, match="Rank 1 failed: OSError: no card"):
+        compiled(nn.Linear(6, 3), [1, 3], strategy=WithoutRankOne()).fit(X, Y, verbose=0)
+    assert time.monotonic() - began < patience(20)
+
+
+def test_labels_that_count_are_weighed_in_float64():
+    """Torch divides whole numbers, as counts are, in float32."""
+    torch.manual_seed(0)
+    net, labels = nn.Linear(6, 3).double(), Y.where(torch.arange(48) % 8 > 4, -100)
+    plain = copy.deepcopy(net)
+    nn.functional.cross_entropy(plain(X.double()), labels).backward()
+    model = compiled(net, [1], precision="64-true", accumulate_grad_batches=7)
+    model.fit(X.double(), labels, batch_size=7, shuffle=False, verbose=0)
+    expected = plain.weight - 0.1 * plain.weight.grad
+    torch.testing.assert_close(net.weight.cpu(), expected, rtol=0, atol=1e-14)
 
 
 def test_sparse_gradients_are_refused_by_name_where_devices_cannot_exchange_them():

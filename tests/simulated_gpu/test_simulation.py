@@ -2,8 +2,12 @@
 
 import copy
 import os
+import subprocess
+import sys
+import time
 
 import pytest
+import run
 import simulation
 import torch
 from torch import nn
@@ -168,6 +172,41 @@ def test_a_forked_process_is_refused():
             os._exit(0)
         os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_what_hangs_is_ended():
+    began = time.monotonic()
+    assert run.bounded([sys.executable, "-c", "import time; time.sleep(99)"], 1) is None
+    assert run.bounded([sys.executable, "-c", "raise SystemExit(3)"], 90) == 3
+    assert time.monotonic() - began < 90
+
+
+FOR_THE_CPU = """
+import copy, torch, fitkit
+
+class Where(fitkit.callbacks.Callback):
+    def on_train_end(self, logs=None):
+        made = copy.copy(self.model)
+        made.evaluate(x, y, verbose=0)
+        here = next(made.net.parameters())
+        print("rank", self.model.global_rank, here.device, flush=True)
+
+x, y = torch.ones(4, 2), torch.ones(4, 1)
+model = fitkit.Model(torch.nn.Linear(2, 1))
+strategy = fitkit.strategies.DDPSpawnStrategy(output="all")
+model.compile("sgd", "mse", accelerator="cpu", devices=2, strategy=strategy)
+model.fit(x, y, callbacks=[Where()], verbose=0)
+"""
+
+
+def test_tests_for_the_cpu_have_a_device_on_every_rank():
+    """A copy reads the words anew, in the process where it is."""
+    done = subprocess.run(
+        [sys.executable, "-c", FOR_THE_CPU],
+        env={**os.environ, "SIM_TESTS": "ranks"}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 cuda:0" in done.stdout and "rank 1 cuda:1" in done.stdout
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "LSTMCell", "GRUCell"])

@@ -12,6 +12,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import fitkit
 from fitkit import callbacks, loggers
+from fitkit.distributed.devices import Machine
+from fitkit.extras import free_devices
 from fitkit.extras.bagua import ALGORITHMS
 from fitkit.strategies import BaguaStrategy
 from tests.nets import dense, regression
@@ -113,6 +115,22 @@ def test_it_has_the_same_ranks_and_a_strategy_of_its_own(way, name):
         for attribute in ("world_size", "effective_batch_size", "global_rank", "device_ids"):
             assert getattr(made, attribute) == getattr(model, attribute)
         assert getattr(mine, "algorithm", 1) is not getattr(others, "algorithm", 2)
+
+
+@every_way
+def test_free_gpus_are_chosen_once_for_all_copies_on_a_machine(way, monkeypatch):
+    """Within a run none of its GPUs is free; a pickle may come to a machine with others."""
+    choices = iter([[2, 0], [3, 1]])
+    monkeypatch.setattr(free_devices, "find_usable_cuda_devices", lambda count: next(choices))
+    monkeypatch.setattr(Machine, "here", lambda: Machine(cuda_count=4))
+    model = fitkit.Model(dense(4, 3, 1))
+    model.compile("adam", "mse", accelerator="gpu", devices=2, auto_select_gpus=True)
+    again = WAYS[way](WAYS[way](model))
+    again.compile(loss="mae")
+    expected = (2, 0) if way in ("copy", "deepcopy") else (3, 1)
+    assert again._fitkit.compilation.strategy.device_ids == expected
+    again.compile(devices=1, auto_select_gpus=False)
+    assert again._fitkit.compilation.strategy.device_ids == (0,)
 
 
 @every_way
