@@ -234,18 +234,6 @@ class CompiledStep:
                 self.measure(outcome, samples_in(x, y))
         return outcome
 
-<<<<<<< HEAD
-    def outputs_inside(self, model: Callable[..., Any], batch: Any) -> Any:
-        """The net's outputs for a batch that is on the device, inside a `predict_step`."""
-        return self.caller(self.in_precision(model), self.parts(batch)[0])
-
-    def moved_parts(self, data: Any) -> tuple[Any, Any, Any]:
-        """A batch's inputs, targets and weights, on the device."""
-        return self.parts(self.mover.move(data))
-
-    def parts(self, batch: Any) -> tuple[Any, Any, Any]:
-        """The inputs, targets and weights of a batch that is on the device."""
-=======
     def outputs_inside(self, model: Callable[..., Any], batch: Tree) -> Any:
         """Return the net's outputs for a batch that is on the device, inside a `predict_step`."""
         return self.caller(self.in_precision(model), self.parts(batch)[0])
@@ -256,7 +244,6 @@ class CompiledStep:
 
     def parts(self, batch: Tree) -> tuple[Any, Any, Any]:
         """Return the inputs, targets and weights of a batch that is on the device."""
->>>>>>> 6a5519d (Parameters of training/ say tree, outputs or callable where they said anything)
         x, y, weight = self._unpack(batch)
         if self.loss is None:
             y = weight = None
@@ -283,13 +270,8 @@ class CompiledStep:
             self.explain(error, x, y)
             raise
 
-<<<<<<< HEAD
-    def _outcome(self, outputs: Any, y: Any, weight: Any, is_part: bool) -> Outcome:
-        """The outcome of a batch with these outputs, after the first batch's checks."""
-=======
     def _outcome(self, outputs: Any, y: Tree, weight: Tree, is_part: bool) -> Outcome:
         """Return the outcome of a batch with these outputs, after the first batch's checks."""
->>>>>>> 6a5519d (Parameters of training/ say tree, outputs or callable where they said anything)
         loss, sequences = self.loss, self._sequences
         if loss is None:
             whole = outputs if sequences is None else sequences.join(outputs)
@@ -363,17 +345,12 @@ class CompiledStep:
 
     # ------------------------------------------------------------------ the first batch
 
-<<<<<<< HEAD
-    def _first_outcome(self, outputs: Any, x: Any, y: Any, weight: Any, is_part: bool) -> Outcome:
-        """The first batch's outcome, and its checks of everything that shows before an update."""
-=======
     def _first_outcome(
         self, outputs: Outputs, x: Tree, y: Tree, weight: Tree, is_part: bool
     ) -> Outcome:
         """Return the first batch's outcome, and its checks of everything that shows before an
         update.
         """
->>>>>>> 6a5519d (Parameters of training/ say tree, outputs or callable where they said anything)
         loss = self.loss
         if loss is None:
             self.mover.transfer.note_writes()
@@ -476,13 +453,8 @@ def number_of(count: Count) -> Count:
     return exact_count(count) if isinstance(count, torch.Tensor) else count
 
 
-<<<<<<< HEAD
-def labels_inside(x: Any) -> Any:
-    """The targets that a dict batch has among its inputs; None if there are none."""
-=======
 def labels_inside(x: Tree) -> Any:
     """Return the targets that a dict batch has among its inputs; None if there are none."""
->>>>>>> 6a5519d (Parameters of training/ say tree, outputs or callable where they said anything)
     if isinstance(x, Mapping):
         for key in LABEL_KEYS:
             if key in x:
@@ -658,13 +630,8 @@ class Caller:
         given, named = self.arguments(x)
         return net(*given, **named)
 
-<<<<<<< HEAD
-    def arguments(self, x: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """The net's arguments for the inputs `x`: by position, and by keyword."""
-=======
     def arguments(self, x: Tree) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return the net's arguments for the inputs `x`: by position, and by keyword."""
->>>>>>> 6a5519d (Parameters of training/ say tree, outputs or callable where they said anything)
         if isinstance(x, Mapping) and self.by_keyword(x):
             return (), x
         if isinstance(x, (tuple, list)) and self.by_position(x):
