@@ -13,7 +13,6 @@ from itertools import zip_longest
 from typing import Any, cast
 
 import torch
-from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from fitkit import trees
@@ -36,6 +35,7 @@ from fitkit.optimizers import (
     needs_closure,
     unfuse_if_unreadable,
 )
+from fitkit.training.applier import Applier, ScaledApplier
 from fitkit.training.jit.net import as_written
 from fitkit.training.jit.programs import compiles_updates, traces_gradients
 from fitkit.training.jit.update import JitUpdate
@@ -48,7 +48,7 @@ from fitkit.training.manual import (
 )
 from fitkit.training.own_step import Step, StepContext
 from fitkit.training.rates import Rates
-from fitkit.training.second_order import backward_with_graph, explained_step, needs_graph
+from fitkit.training.second_order import backward_with_graph, needs_graph
 from fitkit.training.step import Outcome
 from fitkit.training.surroundings import match_strides
 
@@ -197,6 +197,7 @@ class Update:
 
     Attributes:
         backward: computes the gradients of a loss.
+        apply: makes the update from the gradients of a group.
     """
 
     def __init__(
@@ -219,7 +220,6 @@ class Update:
         self._looks_at_gradients = _is_named(model)
         # Without an engine of the strategy's own, the base class does as torch does.
         engine = self._engine = strategy.engine or Engine()
-        self._after_update = None if rates is None else rates.after_update_of(optimizer)
         self._fit_state: FitState = model._fitkit.fit_state
         self._strategy = strategy
         self._is_alone = strategy.collectives.world_size == 1
@@ -228,14 +228,15 @@ class Update:
         self.backward: Callable[..., None] = engine.backward
         if scaling is not None:
             self.backward = partial(scaling.backward, through=self.backward)
-        self._clip_value = compilation.given.gradient_clip_val
-        self._clip_algorithm = compilation.given.gradient_clip_algorithm
         # A compiled step has no wrapper that averages gradients within the backward pass. It has a
         # list then, of the buffers that ranks share, which may be empty.
         self._buffers = step.wrapped.shared_buffers
         # Whether this object averages the gradients over the ranks, before an update.
         self._exchanges = is_one_of_several or self._buffers is not None
         self._parameters = held_by(optimizer) if is_one_of_several else compilation.trainable(model)
+        move_rates = None if rates is None else rates.after_update_of(optimizer)
+        own = model, optimizer, self._parameters, engine, move_rates
+        self.apply: Applier = Applier(*own) if scaling is None else ScaledApplier(*own, scaling)
         # No strategy knows a loss's own parameters, so their gradients are averaged here.
         has_outside = self._ranks > 1 and not self._exchanges
         self._outside = compilation.loss_parameters() if has_outside else []
@@ -293,9 +294,8 @@ class Update:
             step,
             self.optimizer,
             self._parameters,
-            self._count_update,
+            self.apply,
             self,
-            moves_rates=self._after_update is not None,
             joins_steps=joins_steps,
         )
         return found
@@ -576,16 +576,14 @@ class Update:
                     exchange_gradients(self._strategy, self._parameters)
                 if self._outside:
                     self._strategy.data_ranks.mean_gradients(self._outside)
-            self._clip()
+            self.apply.clip()
             if self._ranks == 1:
                 return value.detach()
             # This number tells the optimizer when to stop, so it must be the same on all ranks.
             (summed,) = self._strategy.data_ranks.sums([nothing_if(value, mine).item() * mine])
             return value.detach().new_tensor(summed / whole)
 
-        self.optimizer.step(closure)  # type: ignore[arg-type]
-        self._engine.after_update()
-        self._count_update()
+        self.apply.with_closure(closure)
 
     def _update(self) -> None:
         if self._outside:
@@ -594,55 +592,10 @@ class Update:
             self._looks_at_gradients = False
             for optimizer in members_of(self.optimizer):
                 unfuse_if_unreadable(optimizer)
-        if self._scaling is not None:
-            self._update_scaled(self._scaling)
-            return
         if self._jit is not None and self._jit.update():
-            self._count_update()
+            self.apply.count()
             return
-        self._clip()
-        try:
-            self._engine.update(self.optimizer)
-        except RuntimeError as error:
-            if (explained := explained_step(error, self.optimizer)) is None:
-                raise
-            raise explained from error
-        self._engine.after_update()
-        self._count_update()
-
-    def _update_scaled(self, scaling: Scaling) -> None:
-        """Make an update, unless some gradients aren't finite."""
-        if self._clip_value is not None or self._fit_state.grad_norms is not None:
-            scaling.unscale(self.optimizer, self._parameters)
-            self._clip()
-        counts = scaling.step(self.optimizer)
-        scaling.update()
-        self._engine.after_update()  # even without one here: other ranks may have made one
-        if counts:
-            self._count_update()
-
-    def _count_update(self) -> None:
-        if self._jit is not None and self._jit.counted:
-            self._jit.counted -= 1
-            return
-        self._fit_state.updates += 1
-        if self._after_update is not None:
-            self._after_update()
-
-    def _clip(self) -> None:
-        """Clip the gradients; record their norm before that, if a callback asks for it."""
-        norms, norm = self._fit_state.grad_norms, None
-        if norms is not None:
-            gradients = [p.grad for p in self._parameters if p.grad is not None]
-            norm = self._engine.norm(gradients)
-            norms += [] if norm is None else [norm]
-        if self._clip_value is None:
-            return
-        if norm is not None and self._strategy.engine is None and self._clip_algorithm == "norm":
-            # As clip_grad_norm_, without a second norm, which costs a twentieth of a small step.
-            clip_grads_with_norm_(self._parameters, self._clip_value, norm)
-        else:
-            self._engine.clip(self._parameters, self._clip_value, self._clip_algorithm)
+        self.apply()
 
 
 class ByTurns:

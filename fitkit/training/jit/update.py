@@ -28,6 +28,7 @@ from fitkit.errors import warn
 from fitkit.modes import modules_of
 from fitkit.module import Module
 from fitkit.random_states import random_state, set_random_state
+from fitkit.training.applier import Applier
 from fitkit.training.jit.graph_calls import Parts
 from fitkit.training.jit.loop import at, marked, stacked
 from fitkit.training.jit.net import as_written, compute_as_written
@@ -65,7 +66,6 @@ class JitUpdate:
     Attributes:
         stopped: why the compiled functions aren't used any more; None while they are.
         outcome: the last batch's, if only its gradients were computed; `backward` takes its loss.
-        counted: how many of the next updates have been counted before they are made.
     """
 
     def __init__(self, options: bool | dict[str, Any]) -> None:
@@ -89,10 +89,9 @@ class JitUpdate:
         step: CompiledStep | OwnStep,
         optimizer: Optimizer,
         parameters: list[nn.Parameter],
-        after_update: Callable[[], Any],
+        apply: Applier,
         learn: Callable[[Batch, int], object],
         *,
-        moves_rates: bool,
         joins_steps: bool,
     ) -> None:
         """Set what a new call of `fit` uses.
@@ -102,12 +101,11 @@ class JitUpdate:
             step: computes losses without compiling.
             optimizer: makes the updates.
             parameters: the trainable parameters.
-            after_update: called after each update; it may change the optimizer's rates.
+            apply: makes updates without compiling. It counts each one, and moves the rates.
             learn: learns from a batch, with its number, as if it came only now. It serves batches
                 that have waited for a call of several, which can't be made.
-            moves_rates: whether `after_update` does change rates.
             joins_steps: whether `steps_per_execution` may compute several steps in one call. Not
-                if `after_update` reads a step's values.
+                if moving the rates reads a step's values.
         """
         compilation = model._fitkit.compilation
         self._model, self._step = model, step
@@ -133,10 +131,9 @@ class JitUpdate:
         self._is_known = False  # whether parameters are as they were when that was noted
         self._gradients: Sequence[torch.Tensor] = ()
         self.outcome: Outcome | None = None
-        self._after_update, self._learn_now = after_update, learn
+        self._apply, self._learn_now = apply, learn
         self._may_wait = True  # False while batches that have waited come once more
-        self.counted = 0
-        self._moves_rates = moves_rates
+        self._moves_rates = apply.move_rates is not None
         self._loops = self._programs.may_loop(self._traced.device)
         self._most = most_steps(compilation.given.steps_per_execution, loops=self._loops)
         self._joins_steps = self._may_join and joins_steps and self._most > 1
@@ -206,7 +203,7 @@ class JitUpdate:
         loss, kept, gradients = found
         outcome = traced.note(batch, loss, kept, parts)
         if self._updates:
-            self._after_update()
+            self._apply.count()
             return True
         if traced.device != "cpu":  # a CUDA graph's next replay overwrites its results
             loss, gradients = trees.map_leaves(copied, (loss, gradients))
@@ -294,7 +291,7 @@ class JitUpdate:
         batches, ready = [batch for batch, _, _ in waiting], 0
         parts, samples = [parts for _, _, parts in waiting], batches[0].samples
         while ready < len(batches) and self._joins_steps and self._follows(ready):
-            self._after_update()  # each step's rates are known before the call
+            self._apply.count()  # each step's rates are known before the call
             ready += 1
         if ready == len(batches):
             assert isinstance(self._traced, TracedStep)
@@ -310,14 +307,22 @@ class JitUpdate:
             except UncompiledError as error:
                 if len(batches) == 1 or not self._loops:  # otherwise something has changed
                     self._join_no_more(error)
-        self.counted, groups = ready, self._optimizing.groups
+        # Schedules have moved on already. Each of these updates is counted when it is made.
+        state, apply, groups = self._model._fitkit.fit_state, self._apply, self._optimizing.groups
         following = [float(group.given["lr"]) for group in groups]
-        for number in range(len(batches) + 1):
-            if number <= ready:  # schedules have moved on already
-                for group, rate in zip(groups, following, strict=True):
-                    group.give(group.last[number] if number < ready else rate)
-            if number < len(batches):
+        state.updates -= ready
+        move_rates, apply.move_rates = apply.move_rates, None
+        try:
+            for number in range(ready):
+                for group in groups:
+                    group.give(group.last[number])
                 self._learn_alone(*waiting[number][:2])
+            for group, rate in zip(groups, following, strict=True):
+                group.give(rate)
+        finally:
+            apply.move_rates = move_rates
+        for batch, index, _ in waiting[ready:]:
+            self._learn_alone(batch, index)
 
     def _join_no_more(self, error: UncompiledError) -> None:
         """Compute each step in a call of its own; `_run` warns once such a call was made."""
