@@ -25,72 +25,81 @@ NUMBERS = itertools.count()
 """The numbers in the names of `give_own_code`."""
 
 
-def compile_net(model: Module, options: bool | dict[str, Any]) -> None:
-    """Compile a model's net at its next call, or undo that.
+class JitNet:
+    """Compiles how a model's net is called.
 
     Args:
-        options: False to run the net uncompiled; True, or the keyword arguments of
-            `torch.compile`, to compile it.
+        options: True, or the keyword arguments of `torch.compile`.
 
     Raises:
-        ConfigurationError: torch refuses the arguments.
+        ConfigurationError: torch refuses them.
+
+    Attributes:
+        given_up: why all is computed as written; None while it isn't.
     """
-    target = _module_to_compile(model)
-    model._fitkit.uncompiled = None
-    if options is False:
-        target._compiled_call_impl = None
-        return
-    call, given = _call_of(target), {} if options is True else options
-    try:
-        arguments = with_passes(given)
-        torch.compile(call, **copy.deepcopy(arguments))  # refuses what it doesn't know
-    except Exception as error:
-        raise ConfigurationError(
-            f"jit_compile={options!r} isn't accepted by torch.compile: {error}"
-        ) from error
-    target._compiled_call_impl = _with_last_resort(model, call, arguments)
 
+    def __init__(self, options: bool | dict[str, Any]) -> None:
+        self._options = {} if isinstance(options, bool) else options
+        self.given_up: str | None = None
 
-def _with_last_resort(
-    model: Module, call: Callable[..., Any], arguments: dict[str, Any]
-) -> Callable[..., Any]:
-    """Compile a net's call, which runs as written where the compiler fails.
+        def call() -> None: ...
 
-    What fails within a call is left out piece by piece, since nothing may run twice. The net runs
-    as written from the next call on. If its own code raises an error, that one reaches the user,
-    and tells nothing of the compiler.
-    """
-    failures: list[Exception] = []
-    backend = Backend(arguments.get("backend", "inductor"), partial(compute_as_written, model))
-    compiled_call = compiled(
-        call,
-        None if arguments.get("fullgraph") else failures.append,  # then the user wants the error
-        **{**arguments, "backend": backend},
-    )
+        try:
+            arguments = with_passes(self._options)
+            torch.compile(call, **copy.deepcopy(arguments))  # refuses what it doesn't know
+        except Exception as error:
+            raise ConfigurationError(
+                f"jit_compile={options!r} isn't accepted by torch.compile: {error}"
+            ) from error
 
-    def with_last_resort(*args: Any, **kwargs: Any) -> Any:
-        if _has_any_global_hook():  # torch doesn't notice when these are added or removed
-            return call(*args, **kwargs)
-        failures.clear()
-        found = compiled_call(*args, **kwargs)
-        if failures:
-            compute_as_written(model, UncompiledError(why_uncompiled(failures[0])))
-        return found
+    def compile(self, model: Module) -> None:
+        """Compile a model's net at its next call, unless that is done, or was given up.
 
-    with_last_resort._torchdynamo_inline = call  # type: ignore[attr-defined]  # in a whole step
-    return with_last_resort
+        A net that came from another process isn't compiled: modules are sent as written.
+        """
+        target = _module_to_compile(model)
+        if target._compiled_call_impl is None and self.given_up is None:
+            _name_globals(model)
+            target._compiled_call_impl = self._with_last_resort(model, _call_of(target))
 
+    def _with_last_resort(self, model: Module, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile a net's call, which runs as written where the compiler fails.
 
-def compute_as_written(model: Module, why: UncompiledError) -> None:
-    """Compile nothing of a model any more, until `compile` is called; say why, once."""
-    if model._fitkit.uncompiled is not None:
-        return
-    model._fitkit.uncompiled = str(why)
-    _module_to_compile(model)._compiled_call_impl = None
-    if isinstance(why, MisfitError):
-        warn(f"jit_compile gave other numbers, so this is computed as written: {why}", "FK072")
-    else:
-        warn(f"torch's compiler failed, so the net is computed as written: {why}", "FK073")
+        What fails within a call is left out piece by piece, since nothing may run twice. The net
+        runs as written from the next call on. If its own code raises an error, that one reaches the
+        user, and tells nothing of the compiler.
+        """
+        failures: list[Exception] = []
+        arguments = with_passes(self._options)
+        backend = Backend(arguments.get("backend", "inductor"), partial(self.give_up, model))
+        compiled_call = compiled(
+            call,
+            None if arguments.get("fullgraph") else failures.append,  # the user wants the error
+            **{**arguments, "backend": backend},
+        )
+
+        def with_last_resort(*args: Any, **kwargs: Any) -> Any:
+            if _has_any_global_hook():  # torch doesn't notice when these are added or removed
+                return call(*args, **kwargs)
+            failures.clear()
+            found = compiled_call(*args, **kwargs)
+            if failures:
+                self.give_up(model, UncompiledError(why_uncompiled(failures[0])))
+            return found
+
+        with_last_resort._torchdynamo_inline = call  # type: ignore[attr-defined]  # in a whole step
+        return with_last_resort
+
+    def give_up(self, model: Module, why: UncompiledError) -> None:
+        """Compile nothing of a model any more, until `compile` is called; say why, once."""
+        if self.given_up is not None:
+            return
+        self.given_up = str(why)
+        _module_to_compile(model)._compiled_call_impl = None
+        if isinstance(why, MisfitError):
+            warn(f"jit_compile gave other numbers, so this is computed as written: {why}", "FK072")
+        else:
+            warn(f"torch's compiler failed, so the net is computed as written: {why}", "FK073")
 
 
 @contextlib.contextmanager
@@ -106,14 +115,6 @@ def as_written(model: Module) -> Iterator[None]:
         for module, call in zip(modules, calls, strict=True):
             if call is not None:  # else another thread does the same and restores it
                 module._compiled_call_impl = call
-
-
-def compile_on_this_rank(model: Module, options: bool | dict[str, Any]) -> None:
-    """Compile the net if it came from another process; modules are sent uncompiled."""
-    is_compiled = _module_to_compile(model)._compiled_call_impl is not None
-    if options is not False and not is_compiled and model._fitkit.uncompiled is None:
-        _name_globals(model)
-        compile_net(model, options)
 
 
 def _name_globals(model: nn.Module) -> None:

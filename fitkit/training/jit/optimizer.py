@@ -26,7 +26,7 @@ from fitkit.errors import warn
 from fitkit.module import Module
 from fitkit.optimizers import HOW, class_of, members_of
 from fitkit.training.jit.loop import at
-from fitkit.training.jit.net import compute_as_written
+from fitkit.training.jit.net import JitNet
 from fitkit.training.jit.programs import MOST_STEPS, Programs
 from fitkit.training.jit.proof import MisfitError
 from fitkit.training.jit.tracing import UncompiledError
@@ -238,14 +238,16 @@ class JitOptimizer:
 
     Args:
         options: the options for `torch.compile`.
+        net: what is given up if numbers differ.
 
     Attributes:
         stopped: why the optimizer's step isn't compiled; None while it is.
         misfit: how the compiled step gave other numbers, on some rank; None if it didn't.
     """
 
-    def __init__(self, options: bool | dict[str, Any]) -> None:
+    def __init__(self, options: bool | dict[str, Any], net: JitNet) -> None:
         self._programs = Programs(options, "the update")
+        self._net = net
         self.stopped: str | None = None
         self.misfit: MisfitError | None = None
 
@@ -386,7 +388,7 @@ class JitOptimizer:
                 self._updates += 1
         except MisfitError as error:
             self.stopped, self.misfit = str(error), error
-            compute_as_written(self._model, error)
+            self._net.give_up(self._model, error)
             return False
         except UncompiledError as error:
             self.stop(str(error))

@@ -5,21 +5,22 @@ join all of them: the net, the loss, `torch.autograd.grad` and torch's functiona
 part that it can't compile is left out, with one warning. At least the net is always compiled
 (`net.py`).
 
+`JitUpdate` stands in the eager `Update`'s place. What it can't compile, it leaves to that one.
+
 If several batches or several ranks make an update, there are two functions. One computes a batch's
-gradients, the other makes the update. Between them, `Update` weights the gradients and averages
-them over the ranks.
+gradients, the other makes the update. Between them, the eager `Update` weights the gradients and
+averages them over the ranks.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from fitkit import trees
 from fitkit.data.batches import Batch
@@ -31,7 +32,7 @@ from fitkit.random_states import random_state, set_random_state
 from fitkit.training.applier import Applier
 from fitkit.training.jit.graph_calls import Parts
 from fitkit.training.jit.loop import at, marked, stacked
-from fitkit.training.jit.net import as_written, compute_as_written
+from fitkit.training.jit.net import JitNet, as_written
 from fitkit.training.jit.optimizer import JitOptimizer
 from fitkit.training.jit.programs import Programs, copied, most_steps, shapes_of
 from fitkit.training.jit.proof import MisfitError
@@ -39,6 +40,7 @@ from fitkit.training.jit.traced import TracedOwnStep, TracedStep
 from fitkit.training.jit.tracing import OTHERS_LEARN, UncompiledError
 from fitkit.training.own_step import OwnStep
 from fitkit.training.step import CompiledStep, Outcome
+from fitkit.training.update import Update
 
 MOST_BYTES = 2**26
 """How many bytes of batches a call of several steps copies to one place, at most."""
@@ -51,62 +53,68 @@ COPIED = (torch.Tensor, np.ndarray, str, bytes, int, float, type(None))
 """What a batch that waits may hold: `copied` makes a copy, or nothing can change it."""
 
 
+class JitApplier(Applier):
+    """Makes updates by a compiled function; as written where that can't be.
+
+    Args:
+        eager: makes them as written.
+        model: the model to train.
+        compiled: makes an update, and returns whether that was done.
+    """
+
+    def __init__(self, eager: Applier, model: Module, compiled: Callable[[], bool]) -> None:
+        super().__init__(model, eager.optimizer, eager.parameters, eager.engine, eager.move_rates)
+        self._compiled = compiled
+
+    def __call__(self) -> None:
+        """Clip the gradients, make the update, and count it."""
+        if self._compiled():
+            self.count()
+        else:
+            super().__call__()
+
+
 class JitUpdate:
     """Computes a batch's whole update by compiled functions, one for each shape of batches.
 
-    It stays with the model from one `fit` to the next, so a second `fit` compiles nothing. `begin`
-    sets what a new `fit` uses. Only a single optimizer's updates are compiled.
+    `fit` is given it in the eager update's place. It stays with the model from one `fit` to the
+    next, so a second `fit` compiles nothing. `begin` sets what a new `fit` uses. Only a single
+    optimizer's updates are compiled.
 
     A rank may compile its batches' gradients while another doesn't: the exchange is the same. The
     update must be compiled on all ranks or on none (`JitOptimizer`).
 
     Args:
         options: the options for `torch.compile`.
+        net: what is given up if numbers differ.
 
     Attributes:
         stopped: why the compiled functions aren't used any more; None while they are.
-        outcome: the last batch's, if only its gradients were computed; `backward` takes its loss.
     """
 
-    def __init__(self, options: bool | dict[str, Any]) -> None:
+    def __init__(self, options: bool | dict[str, Any], net: JitNet) -> None:
         self._programs = Programs(options, "the step")
-        self._optimizing = JitOptimizer(options)
+        self._optimizing = JitOptimizer(options, net)
+        self._net = net
         self.stopped: str | None = None
         self._may_join = True  # whether several steps can be computed in one call
         self._why_alone = ""  # why not, before the warning
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Programs.__reduce__(self._programs)  # a copy of the model compiles its own
-
-    def announces(self, is_announced: bool) -> None:
-        """Set whether to print that something is being compiled."""
-        self._programs.is_announced = is_announced
-        self._optimizing.announces(is_announced)
-
-    def begin(
-        self,
-        model: Module,
-        step: CompiledStep | OwnStep,
-        optimizer: Optimizer,
-        parameters: list[nn.Parameter],
-        apply: Applier,
-        learn: Callable[[Batch, int], object],
-        *,
-        joins_steps: bool,
-    ) -> None:
+    def begin(self, model: Module, eager: Update, *, joins_steps: bool, is_announced: bool) -> None:
         """Set what a new call of `fit` uses.
 
         Args:
             model: the model to train.
-            step: computes losses without compiling.
-            optimizer: makes the updates.
-            parameters: the trainable parameters.
-            apply: makes updates without compiling. It counts each one, and moves the rates.
-            learn: learns from a batch, with its number, as if it came only now. It serves batches
-                that have waited for a call of several, which can't be made.
+            eager: makes the updates without compiling.
             joins_steps: whether `steps_per_execution` may compute several steps in one call. Not
                 if moving the rates reads a step's values.
+            is_announced: whether to print that something is being compiled.
         """
+        step, parameters = eager.step, eager.parameters
+        self._eager = eager
+        self._apply = eager.apply = JitApplier(eager.apply, model, self._make_update)
+        self._programs.is_announced = is_announced
+        self._optimizing.announces(is_announced)
         compilation = model._fitkit.compilation
         self._model, self._step = model, step
         # A model's own step is traced as a whole, and calls the compiled one inside.
@@ -118,9 +126,9 @@ class JitUpdate:
         else:
             self._traced = TracedStep(model, step)
         self._parameters = parameters
-        self._optimizing.begin(model, optimizer, parameters)
+        self._optimizing.begin(model, eager.optimizer, parameters)
         # A model's own step may have effects, and a step on several ranks exchanges values. Then
-        # the first batch can't run twice: its update isn't compiled, and `look_back` inspects it.
+        # the first batch can't run twice: its update isn't compiled, and `_look_back` inspects it.
         self._exchanges = compilation.strategy.collectives.world_size > 1
         self._looks_ahead = compiled is not None and not self._exchanges
         self._packs = False  # whether a batch's gradients are packed in one tensor
@@ -129,11 +137,10 @@ class JitUpdate:
         self._learning: list[nn.Parameter] = []  # those of them that have a gradient
         self._requires_grad: list[bool] = []
         self._is_known = False  # whether parameters are as they were when that was noted
+        self._loss: torch.Tensor | None = None  # of the last batch of which there are gradients
         self._gradients: Sequence[torch.Tensor] = ()
-        self.outcome: Outcome | None = None
-        self._apply, self._learn_now = apply, learn
         self._may_wait = True  # False while batches that have waited come once more
-        self._moves_rates = apply.move_rates is not None
+        self._moves_rates = self._apply.move_rates is not None
         self._loops = self._programs.may_loop(self._traced.device)
         self._most = most_steps(compilation.given.steps_per_execution, loops=self._loops)
         self._joins_steps = self._may_join and joins_steps and self._most > 1
@@ -145,26 +152,51 @@ class JitUpdate:
         self._waiting: list[Waiting] = []  # to be computed in one call
         self._shapes: Any = None  # of the waiting batches
         self._steps_a_call = self._most
-        self.accumulates(False)
+        self._regroup()
 
-    def accumulates(self, is_part: bool) -> None:
-        """Set whether a batch is only a part of an update; if it is, `update` makes the update."""
-        self._is_part = is_part
+    def _regroup(self) -> None:
+        """Read how many batches make an update; if several do, the eager update makes it."""
+        self._accumulate, self._is_part = self._eager.accumulate, self._eager.is_part
         self._check()
-        self._updates = self._optimizing.stopped is None and not is_part
+        self._updates = self._optimizing.stopped is None and not self._is_part
         self._batches = -1  # batches since one was inspected; -1 before that
+
+    @property
+    def is_between_updates(self) -> bool:
+        """Whether no batch waits for the rest of its group."""
+        return self._eager.is_between_updates
+
+    def peekable(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Return an epoch's batches, in an iterator that can look ahead if counts need that."""
+        return self._eager.peekable(batches)
+
+    def finish(self) -> None:
+        """Make the update of a group that is shorter than others, at the epoch's end."""
+        self._eager.finish()
 
     # ------------------------------------------------------------------ one batch
 
-    def __call__(self, batch: Batch, index: int) -> bool:
-        """Learn from a batch, or hold it until there are enough batches for one call.
+    def __call__(self, batch: Batch, index: int) -> None:
+        """Learn from a batch, or hold it until there are enough batches for one call."""
+        eager = self._eager
+        eager.begin()
+        if eager.accumulate != self._accumulate:
+            self._regroup()
+        if self.stopped is not None:
+            eager.learn(batch, index)
+        elif not self._learn_compiled(batch, index):
+            # If the batch itself is wrong, the error is the same as without compiling.
+            with as_written(self._model):
+                outcome = eager.learn(batch, index)
+            if self.stopped is None and self._batches < 0:
+                self._look_back(outcome)
+
+    def _learn_compiled(self, batch: Batch, index: int) -> bool:
+        """Learn from a batch by compiled functions, or hold it.
 
         Returns:
             Whether that was done. If not, nothing has changed.
         """
-        if self.stopped is not None:
-            return False
-        self.outcome = None
         if batch.samples == 0:
             self.flush()
             return False  # a placeholder batch must have no effect but its gradients
@@ -210,8 +242,14 @@ class JitUpdate:
         if self._packs:
             *gradients, _ = unpack_gradients(gradients, self._learning)
         self._gradients = gradients
-        outcome.loss, outcome.outputs = loss.detach().requires_grad_(), None
-        self.outcome = outcome
+        outcome.loss = self._loss = loss.detach().requires_grad_()
+        outcome.outputs = None
+        eager = self._eager
+        before, eager.backward = eager.backward, self._backward
+        try:
+            eager.learn_from(batch, outcome)
+        finally:
+            eager.backward = before
         return True
 
     def _stop(self, error: UncompiledError) -> None:
@@ -220,7 +258,7 @@ class JitUpdate:
         if isinstance(error, MisfitError):
             if not self._exchanges:  # otherwise it must be alike on all ranks, and fits
                 self._optimizing.stopped = self.stopped
-            compute_as_written(self._model, error)
+            self._net.give_up(self._model, error)
             return
         update = self._is_part and self._optimizing.stopped is None
         what = "the net and the update" if update else "the net alone"
@@ -351,23 +389,23 @@ class JitUpdate:
         """Learn from a batch as if there were no calls of several; the caller does nothing more."""
         before, self._may_wait = self._may_wait, False
         try:
-            self._learn_now(batch, index)
+            self(batch, index)
         finally:
-            self._may_wait, self.outcome = before, None
+            self._may_wait = before
 
     # ------------------------------------------------------------------ gradients and updates
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def _backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of the last batch's loss, which may have been multiplied by a factor.
 
         Args:
-            loss: that of `outcome`, or its product with a factor.
+            loss: the batch's loss, or its product with a factor.
         """
-        assert self.outcome is not None and self.outcome.loss is not None
+        assert self._loss is not None
         with torch.no_grad():
             gradients: Sequence[torch.Tensor] = self._gradients
-            if loss is not self.outcome.loss:
-                (factor,) = torch.autograd.grad(loss, self.outcome.loss)
+            if loss is not self._loss:
+                (factor,) = torch.autograd.grad(loss, self._loss)
                 gradients = _weighted(gradients, factor)
             for parameter, gradient in zip(self._learning, gradients, strict=True):
                 if parameter.grad is None:
@@ -375,7 +413,7 @@ class JitUpdate:
                 else:
                     parameter.grad += gradient
 
-    def update(self) -> bool:
+    def _make_update(self) -> bool:
         """Make the update of a complete group; return whether that was done."""
         is_done = self._is_part and self._optimizing()
         if self._optimizing.misfit is not None:  # on some rank
@@ -495,12 +533,7 @@ class JitUpdate:
             self._leave_optimizer_out("its settings change from step to step")
         return False
 
-    @property
-    def waits(self) -> bool:
-        """Whether the next batch must run without compiling, with a call of `look_back` after."""
-        return self.stopped is None and self._batches < 0
-
-    def look_back(self, outcome: Outcome) -> None:
+    def _look_back(self, outcome: Outcome) -> None:
         """Inspect an update that ran without compiling, to prepare the compilation of the next.
 
         Args:

@@ -137,7 +137,7 @@ def test_a_comparison_leaves_nothing_behind(middle, more):
         warnings.simplefilter("error")
         found = trained(middle, TRACED, **more)
     assert_same(found, wanted)
-    assert found[0]._fitkit.uncompiled is None
+    assert found[0]._fitkit.compiler.net.given_up is None
 
 
 @pytest.mark.parametrize("verb", ["evaluate", "predict"])

@@ -406,9 +406,9 @@ def test_other_settings_are_compiled_anew_and_a_copy_compiles_for_itself(capsys)
     model.fit(**options)
     assert capsys.readouterr().out.count("compiling the step …") == 1
     twin = copy.deepcopy(model)
-    assert twin._fitkit.jit_update is None
+    assert twin._fitkit.compiler.update is None
     model.compile(loss="nll_loss")
-    assert model._fitkit.jit_update is None
+    assert model._fitkit.compiler.update is None
     twin.fit(**options)
     assert capsys.readouterr().out.count("compiling the step …") == 1
 
@@ -429,14 +429,14 @@ def test_half_precision_accumulation_and_clipping_go_together(options):
         return model, [history]
 
     compiled = run(jit_compile=TRACED)
-    assert compiled[0]._fitkit.jit_update.stopped is None
+    assert compiled[0]._fitkit.compiler.update.stopped is None
     assert_same(compiled, run(), 2e-2 if options.get("precision") == "bf16-true" else 1e-5)
 
 
 def test_with_dynamic_shapes_a_last_batch_of_another_length_shares_the_program():
     case = {"net": lambda: nn.Linear(6, 3), "optimizer": "sgd", "rows": 53}
     compiled = trained(case, jit_compile={**TRACED, "dynamic": True})
-    assert len(compiled[0]._fitkit.jit_update._programs._compiled) == 1
+    assert len(compiled[0]._fitkit.compiler.update._programs._compiled) == 1
     assert_same(compiled, trained(case))
 
 
@@ -445,7 +445,7 @@ def test_with_dynamic_shapes_a_last_batch_of_another_length_shares_the_program()
 def test_a_mode_of_torchs_compiler_computes_the_same():
     case = {"net": lambda: nn.Linear(6, 3), "optimizer": "sgd"}
     compiled = trained(case, jit_compile={"mode": "max-autotune"})
-    assert compiled[0]._fitkit.jit_update.stopped is None
+    assert compiled[0]._fitkit.compiler.update.stopped is None
     assert_same(compiled, trained(case))
 
 
@@ -462,7 +462,7 @@ def test_torchs_own_compiler_computes_the_whole_step():
     one, other = trained(options), trained(options)
     assert compiled_anew() == 0
     assert_same(one, other, tolerance=0)
-    assert one[0]._fitkit.jit_update.stopped is None
+    assert one[0]._fitkit.compiler.update.stopped is None
 
 
 @HAS_COMPILER
