@@ -75,8 +75,8 @@ def assert_same(model, wanted, atol=1e-10):
 
 
 def assert_compiled(model):
-    made = model._fitkit.compiler.update
-    assert made.stopped is None and made._optimizing.stopped is None
+    made = model._fitkit.compiler.of_updates
+    assert made.stopped is None and made.update_stopped is None
     return made
 
 
@@ -192,9 +192,9 @@ def a_rank_whose_compiler_is_wrong(what, warns):
     assert_same(model, reference(net(), Y, rows=48))
     texts = [str(w.message) for w in seen if "FK072" in str(w.message)]
     assert len(texts) == warns[RANK] and all("differs by" in text for text in texts), texts
-    jit = model._fitkit.compiler.update
+    jit = model._fitkit.compiler.of_updates
     assert (jit.stopped is not None) == bool(warns[RANK])
-    assert (jit._optimizing.stopped is not None) == (what == 1)  # alike on all ranks
+    assert (jit.update_stopped is not None) == (what == 1)  # alike on all ranks
     torch.save([*model.parameters()], f"wrong{what}_{RANK}.pt")
 
 

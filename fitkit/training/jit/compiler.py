@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,12 @@ from fitkit.optimizers import needs_closure
 from fitkit.training.compiler import Take, Updates
 from fitkit.training.jit.evaluation import JitPass
 from fitkit.training.jit.net import JitNet
-from fitkit.training.jit.programs import Programs, compiles_steps, traces_gradients
+from fitkit.training.jit.programs import (
+    Programs,
+    UpdatePrograms,
+    compiles_steps,
+    traces_gradients,
+)
 from fitkit.training.jit.update import JitUpdate
 from fitkit.training.step import CompiledStep, Outcome
 from fitkit.training.update import Update
@@ -35,21 +41,23 @@ class TorchCompiler:
 
     Attributes:
         net: compiles how the net is called.
-        update: computes compiled updates; None before the first.
-        programs: what is compiled of passes, by their kind.
+        of_updates, of_passes: what is compiled of updates, and of passes by their kind.
     """
 
     def __init__(self, options: bool | CompilerOptions) -> None:
         self._options = options
         self.net: JitNet = JitNet(options)
-        self.update: JitUpdate | None = None
-        self.programs: dict[str, Programs] = {}
+
+    @functools.cached_property
+    def of_updates(self) -> UpdatePrograms:
+        return UpdatePrograms(self._options)
+
+    @functools.cached_property
+    def of_passes(self) -> dict[str, Programs]:
+        return {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_options": self._options, "net": self.net}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, update=None, programs={})
 
     def compile_net(self, model: Module) -> None:
         """Compile how the net is called, unless that is done, or was given up."""
@@ -97,10 +105,9 @@ class TorchCompiler:
                 "gradients. PyTorch 2.13 compiles the whole step."
             )
             return eager
-        if self.update is None:
-            self.update = JitUpdate(self._options, self.net)
-        self.update.begin(model, eager, joins_steps=joins_steps, is_announced=is_announced)
-        return self.update
+        kept = self.of_updates
+        kept.steps.is_announced = kept.updates.is_announced = is_announced
+        return JitUpdate(model, eager, kept, self.net, joins_steps=joins_steps)
 
     def pass_steps(
         self, model: Module, step: Callable[..., Outcome], take: Take, *, is_announced: bool
@@ -118,6 +125,6 @@ class TorchCompiler:
         if strategy.evaluates_in_step or not step.mover.is_ours:
             return None
         kind = "prediction" if step.loss is None else "evaluation"
-        programs = self.programs.setdefault(kind, Programs(self._options, f"the {kind}"))
+        programs = self.of_passes.setdefault(kind, Programs(self._options, f"the {kind}"))
         programs.is_announced = is_announced
         return JitPass(model, step, take, programs, self.net)

@@ -195,6 +195,30 @@ class Programs:
         return compiled(program, **options)
 
 
+class UpdatePrograms:
+    """What is compiled of a model's updates, and what can't be. One `fit` leaves it to the next.
+
+    Args:
+        options: the options for `torch.compile`.
+
+    Attributes:
+        steps: compute batches, with their updates or without.
+        updates: make updates from gradients.
+        stopped: why batches are computed as written; None while they aren't.
+        update_stopped: why updates are made as written; None while they aren't.
+        may_join: whether several steps can be computed in one call.
+        why_alone: why not, until that is said.
+    """
+
+    def __init__(self, options: bool | dict[str, Any]) -> None:
+        self.steps: Programs = Programs(options, "the step")
+        self.updates: Programs = Programs(options, "the update")
+        self.stopped: str | None = None
+        self.update_stopped: str | None = None
+        self.may_join: bool = True
+        self.why_alone: str = ""
+
+
 def compiles_steps(options: bool | dict[str, Any]) -> bool:
     """Whether `jit_compile` asks for compiled steps; a callable backend compiles only the net."""
     if isinstance(options, bool):

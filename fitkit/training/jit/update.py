@@ -34,7 +34,7 @@ from fitkit.training.jit.graph_calls import Parts
 from fitkit.training.jit.loop import at, marked, stacked
 from fitkit.training.jit.net import JitNet, as_written
 from fitkit.training.jit.optimizer import JitOptimizer
-from fitkit.training.jit.programs import Programs, copied, most_steps, shapes_of
+from fitkit.training.jit.programs import UpdatePrograms, copied, most_steps, shapes_of
 from fitkit.training.jit.proof import MisfitError
 from fitkit.training.jit.traced import TracedOwnStep, TracedStep
 from fitkit.training.jit.tracing import OTHERS_LEARN, UncompiledError
@@ -77,44 +77,32 @@ class JitApplier(Applier):
 class JitUpdate:
     """Computes a batch's whole update by compiled functions, one for each shape of batches.
 
-    `fit` is given it in the eager update's place. It stays with the model from one `fit` to the
-    next, so a second `fit` compiles nothing. `begin` sets what a new `fit` uses. Only a single
-    optimizer's updates are compiled.
+    `fit` is given it in the eager update's place. Only a single optimizer's updates are compiled.
 
     A rank may compile its batches' gradients while another doesn't: the exchange is the same. The
     update must be compiled on all ranks or on none (`JitOptimizer`).
 
     Args:
-        options: the options for `torch.compile`.
+        model: the model to train.
+        eager: makes the updates without compiling.
+        kept: what earlier calls of `fit` have compiled, so that nothing is compiled twice.
         net: what is given up if numbers differ.
-
-    Attributes:
-        stopped: why the compiled functions aren't used any more; None while they are.
+        joins_steps: whether `steps_per_execution` may compute several steps in one call. Not if
+            moving the rates reads a step's values.
     """
 
-    def __init__(self, options: bool | dict[str, Any], net: JitNet) -> None:
-        self._programs = Programs(options, "the step")
-        self._optimizing = JitOptimizer(options, net)
-        self._net = net
-        self.stopped: str | None = None
-        self._may_join = True  # whether several steps can be computed in one call
-        self._why_alone = ""  # why not, before the warning
-
-    def begin(self, model: Module, eager: Update, *, joins_steps: bool, is_announced: bool) -> None:
-        """Set what a new call of `fit` uses.
-
-        Args:
-            model: the model to train.
-            eager: makes the updates without compiling.
-            joins_steps: whether `steps_per_execution` may compute several steps in one call. Not
-                if moving the rates reads a step's values.
-            is_announced: whether to print that something is being compiled.
-        """
+    def __init__(
+        self,
+        model: Module,
+        eager: Update,
+        kept: UpdatePrograms,
+        net: JitNet,
+        *,
+        joins_steps: bool,
+    ) -> None:
         step, parameters = eager.step, eager.parameters
-        self._eager = eager
+        self._eager, self._kept, self._net = eager, kept, net
         self._apply = eager.apply = JitApplier(eager.apply, model, self._make_update)
-        self._programs.is_announced = is_announced
-        self._optimizing.announces(is_announced)
         compilation = model._fitkit.compilation
         self._model, self._step = model, step
         # A model's own step is traced as a whole, and calls the compiled one inside.
@@ -126,7 +114,7 @@ class JitUpdate:
         else:
             self._traced = TracedStep(model, step)
         self._parameters = parameters
-        self._optimizing.begin(model, eager.optimizer, parameters)
+        self._optimizing = JitOptimizer(model, eager.optimizer, parameters, kept, net)
         # A model's own step may have effects, and a step on several ranks exchanges values. Then
         # the first batch can't run twice: its update isn't compiled, and `_look_back` inspects it.
         self._exchanges = compilation.strategy.collectives.world_size > 1
@@ -141,9 +129,9 @@ class JitUpdate:
         self._gradients: Sequence[torch.Tensor] = ()
         self._may_wait = True  # False while batches that have waited come once more
         self._moves_rates = self._apply.move_rates is not None
-        self._loops = self._programs.may_loop(self._traced.device)
+        self._loops = self._kept.steps.may_loop(self._traced.device)
         self._most = most_steps(compilation.given.steps_per_execution, loops=self._loops)
-        self._joins_steps = self._may_join and joins_steps and self._most > 1
+        self._joins_steps = kept.may_join and joins_steps and self._most > 1
         self._joins_steps = self._joins_steps and compiled is not None
         self._keeps = compiled is not None and compiled.keeps_batches
         # Whether batches are pairs of tensors that need no move; None: to be asked again.
@@ -158,7 +146,7 @@ class JitUpdate:
         """Read how many batches make an update; if several do, the eager update makes it."""
         self._accumulate, self._is_part = self._eager.accumulate, self._eager.is_part
         self._check()
-        self._updates = self._optimizing.stopped is None and not self._is_part
+        self._updates = self._kept.update_stopped is None and not self._is_part
         self._batches = -1  # batches since one was inspected; -1 before that
 
     @property
@@ -182,13 +170,13 @@ class JitUpdate:
         eager.begin()
         if eager.accumulate != self._accumulate:
             self._regroup()
-        if self.stopped is not None:
+        if self._kept.stopped is not None:
             eager.learn(batch, index)
         elif not self._learn_compiled(batch, index):
             # If the batch itself is wrong, the error is the same as without compiling.
             with as_written(self._model):
                 outcome = eager.learn(batch, index)
-            if self.stopped is None and self._batches < 0:
+            if self._kept.stopped is None and self._batches < 0:
                 self._look_back(outcome)
 
     def _learn_compiled(self, batch: Batch, index: int) -> bool:
@@ -210,7 +198,7 @@ class JitUpdate:
             self._learn_each()
             self._learn_alone(batch, index)
             return True
-        return self.stopped is None and self._learn(batch, parts)
+        return self._kept.stopped is None and self._learn(batch, parts)
 
     def _learn(self, batch: Batch, parts: Parts) -> bool:
         """Learn from one batch on the device; return whether that could be done."""
@@ -254,13 +242,13 @@ class JitUpdate:
 
     def _stop(self, error: UncompiledError) -> None:
         """Use no compiled functions for batches from now on, and warn."""
-        self.stopped = str(error)
+        self._kept.stopped = str(error)
         if isinstance(error, MisfitError):
             if not self._exchanges:  # otherwise it must be alike on all ranks, and fits
-                self._optimizing.stopped = self.stopped
+                self._kept.update_stopped = self._kept.stopped
             self._net.give_up(self._model, error)
             return
-        update = self._is_part and self._optimizing.stopped is None
+        update = self._is_part and self._kept.update_stopped is None
         what = "the net and the update" if update else "the net alone"
         warn(f"jit_compile compiles {what}, not the whole step: {error}")
 
@@ -319,7 +307,7 @@ class JitUpdate:
         waiting, self._waiting = self._waiting, []
         while waiting:
             count = len(waiting)
-            if self._loops and not self._programs.is_steady(self._steps_a_call, self._shapes):
+            if self._loops and not self._kept.steps.is_steady(self._steps_a_call, self._shapes):
                 count = 1
             self._learn_in_one_call(waiting[:count])
             waiting = waiting[count:]
@@ -364,8 +352,8 @@ class JitUpdate:
 
     def _join_no_more(self, error: UncompiledError) -> None:
         """Compute each step in a call of its own; `_run` warns once such a call was made."""
-        self._may_join = self._joins_steps = False
-        self._why_alone = str(error)
+        self._kept.may_join = self._joins_steps = False
+        self._kept.why_alone = str(error)
 
     def flush(self) -> None:
         """Learn from the waiting batches. Code of the user's may run after that."""
@@ -375,7 +363,7 @@ class JitUpdate:
     def _check(self) -> None:
         """Compare everything at the next batch, because other code may run now."""
         self._is_known = False
-        self._programs.check()
+        self._kept.steps.check()
         self._optimizing.check()
 
     def _learn_each(self) -> None:
@@ -415,10 +403,7 @@ class JitUpdate:
 
     def _make_update(self) -> bool:
         """Make the update of a complete group; return whether that was done."""
-        is_done = self._is_part and self._optimizing()
-        if self._optimizing.misfit is not None:  # on some rank
-            self.stopped = str(self._optimizing.misfit)
-        return is_done
+        return self._is_part and self._optimizing()
 
     def _run(self, samples: int, *batches: Parts) -> Any:
         """Run the program for batches of these shapes; compile it if they are the first."""
@@ -433,17 +418,17 @@ class JitUpdate:
             except UncompiledError as error:
                 self._join_no_more(error)
         with traced.running():
-            found = self._programs.run(
+            found = self._kept.steps.run(
                 self._whole if len(batches) == 1 else self._together,
                 batches,
                 shapes_of(batch),
                 traced.device,
                 entered=traced.entered,
-                may_repeat=self._may_repeat and self._optimizing.stopped is None,
+                may_repeat=self._may_repeat and self._kept.update_stopped is None,
             )
-        if self._why_alone:
-            warn(f"jit_compile computes each step in a call of its own: {self._why_alone}")
-            self._why_alone = ""
+        if self._kept.why_alone:
+            warn(f"jit_compile computes each step in a call of its own: {self._kept.why_alone}")
+            self._kept.why_alone = ""
         return found
 
     def _run_loop(self, batches: Sequence[Parts]) -> tuple[torch.Tensor, Any, Parts]:
@@ -454,7 +439,7 @@ class JitUpdate:
         """
         traced, steps = self._traced, len(batches)
         whole = stacked([*batches, *[batches[0]] * (self._steps_a_call - steps)])
-        (losses, kept), _ = self._programs.run(
+        (losses, kept), _ = self._kept.steps.run(
             self._at_place,
             [(*whole, torch.tensor(steps))],
             self._shapes,
@@ -581,7 +566,7 @@ class JitUpdate:
         Raises:
             UncompiledError: these gradients can't be compiled.
         """
-        self._programs.check()
+        self._kept.steps.check()
         _refuse_hooks(may_learn)
         if any(g is not None and g.layout is not torch.strided for g in gradients):
             raise UncompiledError("some gradients are sparse")
@@ -616,7 +601,7 @@ class JitUpdate:
     def _leave_optimizer_out(self, why: str) -> None:
         """Compile the step without the optimizer's part from now on, and warn."""
         self._updates = False
-        self._programs.clear()
+        self._kept.steps.clear()
         self._optimizing.stop(why)
 
 

@@ -110,7 +110,7 @@ def test_a_step_of_ones_own_learns_and_logs_the_same(kind, options, recwarn):
     compiled = trained(kind, **options, jit_compile=TRACED)
     assert compiled_anew() == 0  # in the second fit
     assert not [w for w in recwarn if "jit_compile" in str(w.message)]
-    assert compiled[0]._fitkit.compiler.update.stopped is None
+    assert compiled[0]._fitkit.compiler.of_updates.stopped is None
     assert_same(compiled, plain)
 
 

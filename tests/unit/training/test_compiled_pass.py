@@ -259,6 +259,6 @@ def test_what_is_compiled_is_said_and_a_copy_compiles_for_itself(capsys):
     model = model_of(jit_compile=TRACED)
     model.evaluate(X, Y, batch_size=8, verbose=2)
     assert capsys.readouterr().out.count("compiling the evaluation …") == 1
-    assert not copy.deepcopy(model)._fitkit.compiler.programs
+    assert not copy.deepcopy(model)._fitkit.compiler.of_passes
     model.compile(loss="nll_loss")
-    assert not model._fitkit.compiler.programs
+    assert not model._fitkit.compiler.of_passes
