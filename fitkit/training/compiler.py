@@ -118,7 +118,7 @@ def new_compiler(model: Module, options: bool | CompilerOptions) -> Compiler | N
     """
     made: Compiler | None = None
     if options is not False and IS_ON:
-        from fitkit.training.jit.compiler import TorchCompiler
+        from fitkit.extras.jit.compiler import TorchCompiler
 
         made = TorchCompiler(options)
     net = model if model.net is None else model.net

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fitkit
-from fitkit.training.jit.programs import traces_gradients
+from fitkit.extras.jit.programs import traces_gradients
 from tests.limits import patience
 
 pytestmark = pytest.mark.skipif(not traces_gradients(), reason="this torch compiles no gradients")
@@ -24,8 +24,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fitkit
-from fitkit.training.jit.programs import Programs
-from fitkit.training.jit.tracing import UncompiledError
+from fitkit.extras.jit.programs import Programs
+from fitkit.extras.jit.tracing import UncompiledError
 
 RANK = int(os.environ.get("RANK", 0))
 # Traced and differentiated as for torch's own compiler, but computed operation by operation.

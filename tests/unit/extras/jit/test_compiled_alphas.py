@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fitkit
-from fitkit.training.jit.net import JitNet
-from fitkit.training.jit.passes import EARLY, with_passes
+from fitkit.extras.jit.net import JitNet
+from fitkit.extras.jit.passes import EARLY, with_passes
 from tests.compiling import HAS_COMPILER
 
 pytestmark = HAS_COMPILER

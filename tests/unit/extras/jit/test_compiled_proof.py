@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fitkit
-from fitkit.training.jit import graph_calls, proof
-from fitkit.training.jit.programs import traces_gradients
+from fitkit.extras.jit import graph_calls, proof
+from fitkit.extras.jit.programs import traces_gradients
 from tests.compiling import HAS_COMPILER, TRACED, Branching, every_second
 
 pytestmark = pytest.mark.skipif(not traces_gradients(), reason="this torch compiles no gradients")

@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fitkit.errors import ConfigurationError, warn
+from fitkit.extras.jit.passes import with_passes
+from fitkit.extras.jit.proof import Backend, MisfitError
+from fitkit.extras.jit.tracing import UncompiledError, compiled, why_uncompiled
 from fitkit.module import Module
-from fitkit.training.jit.passes import with_passes
-from fitkit.training.jit.proof import Backend, MisfitError
-from fitkit.training.jit.tracing import UncompiledError, compiled, why_uncompiled
 
 NUMBERS = itertools.count()
 """The numbers in the names of `give_own_code`."""

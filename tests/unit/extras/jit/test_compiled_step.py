@@ -9,10 +9,10 @@ from torch import nn, optim
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fitkit
-from fitkit.training.jit.graph_calls import GraphCalls
-from fitkit.training.jit.passes import faster
-from fitkit.training.jit.programs import traces_gradients
-from fitkit.training.jit.tracing import why_uncompiled
+from fitkit.extras.jit.graph_calls import GraphCalls
+from fitkit.extras.jit.passes import faster
+from fitkit.extras.jit.programs import traces_gradients
+from fitkit.extras.jit.tracing import why_uncompiled
 from tests.compiling import HAS_COMPILER, TRACED, Branching, compiled_anew, every_second
 
 pytestmark = pytest.mark.skipif(not traces_gradients(), reason="this torch compiles no gradients")

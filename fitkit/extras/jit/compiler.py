@@ -9,19 +9,19 @@ from typing import Any
 import torch
 
 from fitkit.errors import warn
-from fitkit.hooks import has_own_steps, overridden
-from fitkit.module import Module
-from fitkit.optimizers import needs_closure
-from fitkit.training.compiler import Take, Updates
-from fitkit.training.jit.evaluation import JitPass
-from fitkit.training.jit.net import JitNet
-from fitkit.training.jit.programs import (
+from fitkit.extras.jit.evaluation import JitPass
+from fitkit.extras.jit.net import JitNet
+from fitkit.extras.jit.programs import (
     Programs,
     UpdatePrograms,
     compiles_steps,
     traces_gradients,
 )
-from fitkit.training.jit.update import JitUpdate
+from fitkit.extras.jit.update import JitUpdate
+from fitkit.hooks import has_own_steps, overridden
+from fitkit.module import Module
+from fitkit.optimizers import needs_closure
+from fitkit.training.compiler import Take, Updates
 from fitkit.training.step import CompiledStep, Outcome
 from fitkit.training.update import Update
 from fitkit.typing import CompilerOptions

@@ -26,18 +26,18 @@ from fitkit import trees
 from fitkit.data.batches import Batch
 from fitkit.distributed.collectives import pack_gradients, unpack_gradients
 from fitkit.errors import warn
+from fitkit.extras.jit.graph_calls import Parts
+from fitkit.extras.jit.loop import at, marked, stacked
+from fitkit.extras.jit.net import JitNet, as_written
+from fitkit.extras.jit.optimizer import JitOptimizer
+from fitkit.extras.jit.programs import UpdatePrograms, copied, most_steps, shapes_of
+from fitkit.extras.jit.proof import MisfitError
+from fitkit.extras.jit.traced import TracedOwnStep, TracedStep
+from fitkit.extras.jit.tracing import OTHERS_LEARN, UncompiledError
 from fitkit.modes import modules_of
 from fitkit.module import Module
 from fitkit.random_states import random_state, set_random_state
 from fitkit.training.applier import Applier
-from fitkit.training.jit.graph_calls import Parts
-from fitkit.training.jit.loop import at, marked, stacked
-from fitkit.training.jit.net import JitNet, as_written
-from fitkit.training.jit.optimizer import JitOptimizer
-from fitkit.training.jit.programs import UpdatePrograms, copied, most_steps, shapes_of
-from fitkit.training.jit.proof import MisfitError
-from fitkit.training.jit.traced import TracedOwnStep, TracedStep
-from fitkit.training.jit.tracing import OTHERS_LEARN, UncompiledError
 from fitkit.training.own_step import OwnStep
 from fitkit.training.step import CompiledStep, Outcome
 from fitkit.training.update import Update

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fitkit
-from fitkit.training.jit import evaluation
-from fitkit.training.jit.graph_calls import GraphCalls
+from fitkit.extras.jit import evaluation
+from fitkit.extras.jit.graph_calls import GraphCalls
 from tests.compiling import TRACED, Branching, compiled_anew, every_second
 
 torch.manual_seed(0)

@@ -17,11 +17,11 @@ import torch
 from torch.nn.modules.module import _has_any_global_hook
 
 from fitkit import trees
-from fitkit.training.jit.graph_calls import GraphCalls
-from fitkit.training.jit.net import give_own_code
-from fitkit.training.jit.passes import faster, with_passes
-from fitkit.training.jit.proof import Backend
-from fitkit.training.jit.tracing import UncompiledError, compiled, why_uncompiled
+from fitkit.extras.jit.graph_calls import GraphCalls
+from fitkit.extras.jit.net import give_own_code
+from fitkit.extras.jit.passes import faster, with_passes
+from fitkit.extras.jit.proof import Backend
+from fitkit.extras.jit.tracing import UncompiledError, compiled, why_uncompiled
 
 ON_CPU = {"size_asserts": False}
 """Options of torch's compiler, besides the user's, on a CPU.

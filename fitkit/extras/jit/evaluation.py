@@ -12,19 +12,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fitkit import trees
 from fitkit.data.batches import Batch
 from fitkit.errors import warn
-from fitkit.module import Module
-from fitkit.training.compiler import Take
-from fitkit.training.jit.graph_calls import Parts
-from fitkit.training.jit.net import JitNet, as_written
-from fitkit.training.jit.programs import (
+from fitkit.extras.jit.graph_calls import Parts
+from fitkit.extras.jit.net import JitNet, as_written
+from fitkit.extras.jit.programs import (
     FEWEST_TOGETHER,
     Programs,
     copied,
     shapes_of,
 )
-from fitkit.training.jit.proof import MisfitError
-from fitkit.training.jit.traced import TracedStep
-from fitkit.training.jit.tracing import UncompiledError
+from fitkit.extras.jit.proof import MisfitError
+from fitkit.extras.jit.traced import TracedStep
+from fitkit.extras.jit.tracing import UncompiledError
+from fitkit.module import Module
+from fitkit.training.compiler import Take
 from fitkit.training.step import CompiledStep, Outcome
 
 FEWEST_FUSED = 24
