@@ -14,6 +14,7 @@ registry also knows the names that installed packages add by entry points.
 | a loss, a metric | a function, a torchmetrics class | `LOSSES`, `METRICS` |
 | an optimizer, a schedule | torch's classes | `OPTIMIZERS`, `SCHEDULERS` |
 | a format of weight files | `WeightFormat` | `FORMATS` |
+| another way to compute steps | `Compiler`: `Updates` and `PassSteps` | `compile(jit_compile=…)` |
 """
 
 from fitkit.callbacks.base import (
@@ -104,10 +105,16 @@ from fitkit.checkpoint.sharded_folder import (
 from fitkit.checkpoint.weights import (
     save_weights,
 )
-from fitkit.data.batches import NoRows, Source, unpack_batch
+from fitkit.data.batches import Batch, NoRows, Source, unpack_batch
 from fitkit.data.sources import LoaderSource, check_data_type, make_source
 from fitkit.distributed.cluster import detect
-from fitkit.distributed.collectives import Collectives, ProcessGroup
+from fitkit.distributed.collectives import (
+    Collectives,
+    ProcessGroup,
+    pack_gradients,
+    together,
+    unpack_gradients,
+)
 from fitkit.distributed.comm_hooks import hook_of
 from fitkit.distributed.devices import (
     Machine,
@@ -152,6 +159,8 @@ from fitkit.distributed.strategies.ddp import DDPWrapper
 from fitkit.distributed.strategies.engine import Engine, norm_of
 from fitkit.distributed.world import RankGroup, World, enter
 from fitkit.distributed.wrapped_model import StepRouter, WrappedModel
+from fitkit.hooks import has_own_steps, overridden
+from fitkit.losses import Term, checked_count
 from fitkit.losses.formulas import classes, elements
 from fitkit.losses.names import LOSSES, Definition
 from fitkit.metrics.conversions import as_given, matched
@@ -161,13 +170,21 @@ from fitkit.metrics.sums import Mean
 from fitkit.module import Module
 from fitkit.optimizers import (
     FUSED,
+    HOW,
     OPTIMIZERS,
     check_trainable,
     class_of,
     first_rate,
+    members_of,
+    needs_closure,
     put_rate,
 )
 from fitkit.schedulers import SCHEDULERS
+from fitkit.training.applier import Applier
+from fitkit.training.compiler import Compiler, PassSteps, Take, Updates
+from fitkit.training.own_step import OwnStep, loss_in, said_count
+from fitkit.training.step import CompiledStep, Outcome, is_plain_wrapper
+from fitkit.training.update import Update
 
 __all__ = [
     "CALLBACKS",
@@ -177,6 +194,7 @@ __all__ = [
     "FORMAT_VERSION",
     "FSDP",
     "FUSED",
+    "HOW",
     "LOSSES",
     "METRICS",
     "OPTIMIZERS",
@@ -185,11 +203,15 @@ __all__ = [
     "STRATEGIES",
     "SUFFIXES",
     "AnyRankFlag",
+    "Applier",
     "Assignment",
     "BFloat16Mixed",
+    "Batch",
     "Callback",
     "Callbacks",
     "Collectives",
+    "CompiledStep",
+    "Compiler",
     "DDPSharded",
     "DDPWrapper",
     "Definition",
@@ -207,6 +229,9 @@ __all__ = [
     "NoRows",
     "OpenWeights",
     "OptimizerInPlace",
+    "Outcome",
+    "OwnStep",
+    "PassSteps",
     "Precision",
     "ProcessGroup",
     "RankGroup",
@@ -216,7 +241,11 @@ __all__ = [
     "StoredFile",
     "Strategy",
     "Table",
+    "Take",
+    "Term",
     "TextFile",
+    "Update",
+    "Updates",
     "WeightFormat",
     "WeightSource",
     "Weights",
@@ -235,6 +264,7 @@ __all__ = [
     "check_trainable",
     "check_trains",
     "check_writable",
+    "checked_count",
     "checked_path",
     "checked_place",
     "checkpoint_in",
@@ -253,14 +283,19 @@ __all__ = [
     "from_rank_zero",
     "gather",
     "groups_of",
+    "has_own_steps",
     "held_by",
     "hook_of",
     "is_folder_name",
     "is_multiple_in",
+    "is_plain_wrapper",
+    "loss_in",
     "make_folder",
     "make_source",
     "matched",
+    "members_of",
     "named_strategy",
+    "needs_closure",
     "norm_of",
     "noted",
     "open_file",
@@ -268,6 +303,8 @@ __all__ = [
     "open_weights",
     "optimizers_of",
     "overload",
+    "overridden",
+    "pack_gradients",
     "parent",
     "part_sizes",
     "plain_layers",
@@ -284,6 +321,7 @@ __all__ = [
     "restore_dtypes",
     "restore_layer",
     "run_of",
+    "said_count",
     "save_checkpoint",
     "save_weights",
     "set_rate",
@@ -291,7 +329,9 @@ __all__ = [
     "split",
     "state_of",
     "storable",
+    "together",
     "unpack_batch",
+    "unpack_gradients",
     "unreadable",
     "uploading",
     "usable_cores",

@@ -1,4 +1,4 @@
-"""Tensors as bytes and as one vector, and how amounts of memory read."""
+"""Tensors as bytes, as numbers and as one vector, and how amounts of memory read."""
 
 from __future__ import annotations
 
@@ -20,6 +20,18 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # A contiguous tensor may have any strides along dimensions of one entry, which a view keeps.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
+def number_of(value: float | torch.Tensor | None) -> float | torch.Tensor | None:
+    """A tensor's number as Python's, if reading it doesn't wait; anything else as it is.
+
+    Example:
+        >>> import torch
+        >>> from fitkit.tensors import number_of
+        >>> number_of(torch.tensor(3.0))
+        3.0
+    """
+    return value.item() if isinstance(value, torch.Tensor) and value.is_cpu else value
 
 
 def human_bytes(size: float) -> str:

@@ -33,6 +33,7 @@ from fitkit.metrics.compiled import CompiledMetrics
 from fitkit.modes import modes_restored
 from fitkit.module import Module
 from fitkit.samples import counted, counted_in, plain_rows, said_by, samples_in
+from fitkit.tensors import number_of
 from fitkit.training.explain import raise_explained, shape_words
 from fitkit.training.log import Logbook
 from fitkit.training.own_loss import ask_for_rows, ask_for_sum, takes_items_in_batch
@@ -431,11 +432,6 @@ class CompiledStep:
             ) from error
         needs = self.loss is not None and self.loss.own is None
         raise_explained(error, self.wrapped.module, x, y, self.name, needs_target=needs)
-
-
-def number_of(count: Count) -> Count:
-    """A count as a Python number, if reading it doesn't wait."""
-    return count.item() if isinstance(count, torch.Tensor) and count.is_cpu else count
 
 
 def labels_inside(x: Any) -> Any:

@@ -18,12 +18,17 @@ from fitkit.extras.jit.programs import (
     traces_gradients,
 )
 from fitkit.extras.jit.update import JitUpdate
-from fitkit.hooks import has_own_steps, overridden
-from fitkit.module import Module
-from fitkit.optimizers import needs_closure
-from fitkit.training.compiler import Take, Updates
-from fitkit.training.step import CompiledStep, Outcome
-from fitkit.training.update import Update
+from fitkit.seams import (
+    CompiledStep,
+    Module,
+    Outcome,
+    Take,
+    Update,
+    Updates,
+    has_own_steps,
+    needs_closure,
+    overridden,
+)
 from fitkit.typing import CompilerOptions
 
 

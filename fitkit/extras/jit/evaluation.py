@@ -10,7 +10,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fitkit import trees
-from fitkit.data.batches import Batch
 from fitkit.errors import warn
 from fitkit.extras.jit.graph_calls import Parts
 from fitkit.extras.jit.net import JitNet, as_written
@@ -23,9 +22,7 @@ from fitkit.extras.jit.programs import (
 from fitkit.extras.jit.proof import MisfitError
 from fitkit.extras.jit.traced import TracedStep
 from fitkit.extras.jit.tracing import UncompiledError
-from fitkit.module import Module
-from fitkit.training.compiler import Take
-from fitkit.training.step import CompiledStep, Outcome
+from fitkit.seams import Batch, CompiledStep, Module, Outcome, Take
 
 FEWEST_FUSED = 24
 """The fewest fusible operations for which a net is compiled with one batch a call.

@@ -21,15 +21,13 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from fitkit import trees
 from fitkit.accelerators import has_streams, widest_dtype
-from fitkit.distributed.collectives import together
 from fitkit.errors import warn
 from fitkit.extras.jit.loop import at
 from fitkit.extras.jit.net import JitNet
 from fitkit.extras.jit.programs import MOST_STEPS, UpdatePrograms
 from fitkit.extras.jit.proof import MisfitError
 from fitkit.extras.jit.tracing import UncompiledError
-from fitkit.module import Module
-from fitkit.optimizers import HOW, class_of, members_of
+from fitkit.seams import HOW, Module, class_of, members_of, together
 
 
 class Group:

@@ -23,8 +23,6 @@ import torch
 from torch import nn
 
 from fitkit import trees
-from fitkit.data.batches import Batch
-from fitkit.distributed.collectives import pack_gradients, unpack_gradients
 from fitkit.errors import warn
 from fitkit.extras.jit.graph_calls import Parts
 from fitkit.extras.jit.loop import at, marked, stacked
@@ -35,12 +33,18 @@ from fitkit.extras.jit.proof import MisfitError
 from fitkit.extras.jit.traced import TracedOwnStep, TracedStep
 from fitkit.extras.jit.tracing import OTHERS_LEARN, UncompiledError
 from fitkit.modes import modules_of
-from fitkit.module import Module
 from fitkit.random_states import random_state, set_random_state
-from fitkit.training.applier import Applier
-from fitkit.training.own_step import OwnStep
-from fitkit.training.step import CompiledStep, Outcome
-from fitkit.training.update import Update
+from fitkit.seams import (
+    Applier,
+    Batch,
+    CompiledStep,
+    Module,
+    Outcome,
+    OwnStep,
+    Update,
+    pack_gradients,
+    unpack_gradients,
+)
 
 MOST_BYTES = 2**26
 """How many bytes of batches a call of several steps copies to one place, at most."""
