@@ -14,7 +14,6 @@ registry also knows the names that installed packages add by entry points.
 | a loss, a metric | a function, a torchmetrics class | `LOSSES`, `METRICS` |
 | an optimizer, a schedule | torch's classes | `OPTIMIZERS`, `SCHEDULERS` |
 | a format of weight files | `WeightFormat` | `FORMATS` |
-| another way to compute steps | `Compiler`: `Updates` and `PassSteps` | `compile(jit_compile=…)` |
 """
 
 from fitkit.callbacks.base import (

@@ -41,7 +41,8 @@ class Applier:
 
     def __call__(self) -> None:
         """Clip the gradients, make the update, and count it."""
-        self.clip()
+        if self._clip_value is not None or self._state.grad_norms is not None:
+            self.clip()
         try:
             self.engine.update(self.optimizer)
         except RuntimeError as error:
@@ -62,11 +63,6 @@ class Applier:
         self._state.updates += 1
         if self.move_rates is not None:
             self.move_rates()
-
-    @property
-    def clips(self) -> bool:
-        """Whether gradients are clipped, or a callback asks for their norm."""
-        return self._clip_value is not None or self._state.grad_norms is not None
 
     def clip(self) -> None:
         """Clip the gradients; record their norm before that, if a callback asks for it."""
@@ -96,7 +92,7 @@ class ScaledApplier(Applier):
 
     def __call__(self) -> None:
         """Unscale and clip the gradients, make the update, and count it if it was made."""
-        if self.clips:
+        if self._clip_value is not None or self._state.grad_norms is not None:
             self.scaling.unscale(self.optimizer, self.parameters)
             self.clip()
         counts = self.scaling.step(self.optimizer)

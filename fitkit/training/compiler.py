@@ -8,7 +8,7 @@ of a pass's step in `evaluate` and `predict`. The eager ones don't know of it. I
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol, cast
+from typing import Protocol
 
 from fitkit.data.batches import Batch
 from fitkit.module import Module
@@ -130,4 +130,4 @@ def new_compiler(model: Module, options: bool | CompilerOptions) -> Compiler | N
 
 def compiler_of(model: Module) -> Compiler | None:
     """Return what compiles a model; None if all is computed as written."""
-    return cast("Compiler | None", model._fitkit.compiler)
+    return model._fitkit.compiler  # type: ignore[return-value]  # below, nothing knows its type

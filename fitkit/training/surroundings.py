@@ -66,7 +66,7 @@ def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Ite
                     stack.enter_context(flag.held(value))
             if verb in ("evaluate", "predict"):  # the others do it where they build their steps
                 place(model)
-            if compiler_of(model) is not None or given.memory_format is not None:
+            if model._fitkit.compiler is not None or given.memory_format is not None:
                 stack.enter_context(net_prepared(model))
             yield
         except Exception as error:

@@ -52,6 +52,9 @@ from fitkit.training.surroundings import match_strides
 
 TINY = torch.finfo(torch.float64).tiny
 
+AS_IS = contextlib.nullcontext()
+"""What surrounds a step that is an update by itself, or completes one."""
+
 
 def updates_for(
     model: Module,
@@ -280,17 +283,6 @@ class Update:
         """Look ahead at the same batches as another optimizer's updates."""
         self._upcoming = other._upcoming
 
-    def __call__(self, batch: Batch, index: int, **optimizer: Any) -> None:
-        """Learn from a batch: compute its loss, and make the update if the group is complete.
-
-        Args:
-            batch: the batch.
-            index: its number in the epoch.
-            optimizer: `optimizer_idx`, if several optimizers take turns.
-        """
-        self.begin()
-        self.learn(batch, index, **optimizer)
-
     def begin(self) -> None:
         """Begin a group of batches, unless one has begun.
 
@@ -308,23 +300,32 @@ class Update:
         if self._buffers:
             self._strategy.collectives.broadcast_tensors(self._buffers)
 
-    def learn(self, batch: Batch, index: int, **optimizer: Any) -> Outcome:
-        """Learn from a batch of a group that has begun; return what the step found."""
-        if self.accumulate == 1:
-            return self._learn(batch, index, **optimizer)
-        with self._around_step():
-            return self._learn(batch, index, **optimizer)
+    def __call__(
+        self, batch: Batch, index: int, *, begins: bool = True, **optimizer: Any
+    ) -> Outcome:
+        """Learn from a batch: compute its loss, and make the update if the group is complete.
 
-    def _learn(self, batch: Batch, index: int, **optimizer: Any) -> Outcome:
+        Args:
+            batch: the batch.
+            index: its number in the epoch.
+            begins: whether it may begin a group; False if `begin` was called for it.
+            optimizer: `optimizer_idx`, if several optimizers take turns.
+
+        Returns:
+            What the step found.
+        """
+        if begins:
+            self.begin()
         step, is_part = self.step, self.is_part
-        outcome = step(batch, index, is_part=is_part, **optimizer)
-        step.record(batch, outcome)
-        outcome.outputs = None  # nothing more reads them, and they may be large
-        if self._takes_closure and outcome.loss is not None:
-            again = partial(step.again, batch, index, is_part=is_part, **optimizer)
-            self._step_with_closure(batch, outcome, again)
-        else:
-            self.learn_from(batch, outcome)
+        with self._around_step() if self.accumulate > 1 else AS_IS:
+            outcome = step(batch, index, is_part=is_part, **optimizer)
+            step.record(batch, outcome)
+            outcome.outputs = None  # nothing more reads them, and they may be large
+            if self._takes_closure and outcome.loss is not None:
+                again = partial(step.again, batch, index, is_part=is_part, **optimizer)
+                self._step_with_closure(batch, outcome, again)
+            else:
+                self.learn_from(batch, outcome)
         return outcome
 
     def _around_step(self) -> AbstractContextManager[Any]:
@@ -333,7 +334,7 @@ class Update:
             self._exchanged = False
             return self._accumulating()
         self._exchanged = not self._exchanges
-        return contextlib.nullcontext()
+        return AS_IS
 
     def learn_from(self, batch: Batch, outcome: Outcome) -> None:
         """Learn from a batch's loss, which is a mean over this rank's batch.

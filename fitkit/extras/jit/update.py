@@ -175,11 +175,11 @@ class JitUpdate:
         if eager.accumulate != self._accumulate:
             self._regroup()
         if self._kept.stopped is not None:
-            eager.learn(batch, index)
+            eager(batch, index, begins=False)
         elif not self._learn_compiled(batch, index):
             # If the batch itself is wrong, the error is the same as without compiling.
             with as_written(self._model):
-                outcome = eager.learn(batch, index)
+                outcome = eager(batch, index, begins=False)
             if self._kept.stopped is None and self._batches < 0:
                 self._look_back(outcome)
 

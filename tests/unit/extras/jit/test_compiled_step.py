@@ -112,6 +112,17 @@ def test_a_compiled_step_gives_what_an_eager_one_gives(name, recwarn):
     assert_same((model, histories), plain)
 
 
+@pytest.mark.parametrize("name", ["batch normalisation", "several batches an update"])
+def test_switched_off_the_same_is_computed_as_written(name, monkeypatch):
+    case = {**CASES[name], "optimizer": NESTEROV, "steps_per_execution": 2}
+    compiled = trained(case, jit_compile=TRACED)
+    monkeypatch.setattr("fitkit.training.compiler.IS_ON", False)
+    off = trained(case, jit_compile=TRACED)
+    assert off[0]._fitkit.compiler is None and compiled[0]._fitkit.compiler is not None
+    assert_same(off, trained(case), tolerance=0)
+    assert_same(compiled, off)
+
+
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
