@@ -63,16 +63,20 @@ class JitApplier(Applier):
     Args:
         eager: makes them as written.
         model: the model to train.
-        compiled: makes an update, and returns whether that was done.
+        optimizing: the compiled function.
+
+    Attributes:
+        is_compiled: whether the compiled function may be used.
     """
 
-    def __init__(self, eager: Applier, model: Module, compiled: Callable[[], bool]) -> None:
+    def __init__(self, eager: Applier, model: Module, optimizing: JitOptimizer) -> None:
         super().__init__(model, eager.optimizer, eager.parameters, eager.engine, eager.move_rates)
-        self._compiled = compiled
+        self._optimizing = optimizing
+        self.is_compiled: bool = False
 
     def __call__(self) -> None:
         """Clip the gradients, make the update, and count it."""
-        if self._compiled():
+        if self.is_compiled and self._optimizing():
             self.count()
         else:
             super().__call__()
@@ -106,7 +110,8 @@ class JitUpdate:
     ) -> None:
         step, parameters = eager.step, eager.parameters
         self._eager, self._kept, self._net = eager, kept, net
-        self._apply = eager.apply = JitApplier(eager.apply, model, self._make_update)
+        self._optimizing = JitOptimizer(model, eager.optimizer, parameters, kept, net)
+        self._apply = eager.apply = JitApplier(eager.apply, model, self._optimizing)
         compilation = model._fitkit.compilation
         self._model, self._step = model, step
         # A model's own step is traced as a whole, and calls the compiled one inside.
@@ -118,7 +123,6 @@ class JitUpdate:
         else:
             self._traced = TracedStep(model, step)
         self._parameters = parameters
-        self._optimizing = JitOptimizer(model, eager.optimizer, parameters, kept, net)
         # A model's own step may have effects, and a step on several ranks exchanges values. Then
         # the first batch can't run twice: its update isn't compiled, and `_look_back` inspects it.
         self._exchanges = compilation.strategy.collectives.world_size > 1
@@ -149,6 +153,7 @@ class JitUpdate:
     def _regroup(self) -> None:
         """Read how many batches make an update; if several do, the eager update makes it."""
         self._accumulate, self._is_part = self._eager.accumulate, self._eager.is_part
+        self._apply.is_compiled = self._is_part
         self._check()
         self._updates = self._kept.update_stopped is None and not self._is_part
         self._batches = -1  # batches since one was inspected; -1 before that
@@ -404,10 +409,6 @@ class JitUpdate:
                     parameter.grad = gradient
                 else:
                     parameter.grad += gradient
-
-    def _make_update(self) -> bool:
-        """Make the update of a complete group; return whether that was done."""
-        return self._is_part and self._optimizing()
 
     def _run(self, samples: int, *batches: Parts) -> Any:
         """Run the program for batches of these shapes; compile it if they are the first."""
