@@ -122,7 +122,7 @@ def new_compiler(model: Module, options: bool | CompilerOptions) -> Compiler | N
 
         made = TorchCompiler(options)
     net = model if model.net is None else model.net
-    net._compiled_call_impl = None  # type: ignore[assignment]
+    net._compiled_call_impl = None
     if made is not None:
         made.compile_net(model)
     return made
