@@ -225,8 +225,8 @@ class Update:
             held_by(optimizer) if is_one_of_several else compilation.trainable(model)
         )
         move_rates = None if rates is None else rates.after_update_of(optimizer)
-        own = model, optimizer, self.parameters, engine, move_rates
-        self.apply: Applier = Applier(*own) if scaling is None else ScaledApplier(*own, scaling)
+        given = model, optimizer, self.parameters, engine, move_rates
+        self.apply: Applier = Applier(*given) if scaling is None else ScaledApplier(*given, scaling)
         # No strategy knows a loss's own parameters, so their gradients are averaged here.
         has_outside = self._ranks > 1 and not self._exchanges
         self._outside = compilation.loss_parameters() if has_outside else []
