@@ -58,7 +58,7 @@ test-all: $(STAMP)
 # One minute of the fast tests, some of every package: .ci/run has them on the oldest and the newest Python and torch.
 SAMPLE := $(addprefix tests/distributed/, test_fsdp_parts.py test_several_optimizers.py) \
     $(addprefix tests/unit/, \
-    training/test_compiled_pass.py training/test_against_plain_torch.py training/test_on_batch.py training/test_resume_exactly.py \
+    extras/jit/test_compiled_pass.py training/test_against_plain_torch.py training/test_on_batch.py training/test_resume_exactly.py \
     checkpoint/test_state.py checkpoint/test_foreign.py data/test_sources.py data/test_loaders.py \
     losses/test_names.py metrics/test_classification_values.py callbacks/test_rates.py extras/test_averages.py \
     extras/loggers/test_loggers.py extras/pictures/test_html.py extras/export/test_export.py \

@@ -111,6 +111,11 @@ def exact_count(count: torch.Tensor) -> float | torch.Tensor:
     return count.item() if count.is_cpu else count.to(widest_dtype(count.device))
 
 
+def number_of(value: float | torch.Tensor | None) -> float | torch.Tensor | None:
+    """A count as Python's number, if reading it doesn't wait; on a device as `exact_count`."""
+    return exact_count(value) if isinstance(value, torch.Tensor) else value
+
+
 def backends_for(device: torch.device) -> str:
     """The backends of process groups for ranks on such devices, by torch's own map.
 

@@ -41,9 +41,9 @@ from fitkit.optimizers import with_rate
 from fitkit.pickling import in_main_memory
 from fitkit.progress import Progress
 from fitkit.record import Record, StepContexts
+from fitkit.training.compiler import new_compiler
 from fitkit.training.evaluate import run_evaluate, run_predict
 from fitkit.training.fit import run_fit
-from fitkit.training.jit.net import compile_net
 from fitkit.training.on_batch import KeptSteps, evaluate_batch, fit_batch, predict_batch
 from fitkit.training.predictions import Receiver, check_outside_of_loop, run_streamed
 from fitkit.training.resume import check_data, checkpoint_to_resume
@@ -376,8 +376,10 @@ class Model(Module):
         )
         compilation = record.compilation.updated(given, anew, self)
         if is_given(jit_compile):
-            compile_net(self, given.jit_compile)
-        record.compilation, record.jit_update, record.jit_passes = compilation, None, {}
+            record.compiler = new_compiler(self, given.jit_compile)
+        else:  # what was compiled is for the settings before
+            record.compiler = copy.copy(record.compiler)
+        record.compilation = compilation
         if anew.optimizer:
             record.fit_state.drop_optimizers()
         if anew.scheduler:

@@ -121,13 +121,6 @@ class KeptSteps(Protocol):
         """Let the next calls build them again."""
 
 
-class CompiledUpdates(Protocol):
-    """The training steps that torch has compiled."""
-
-    def announces(self, is_wanted: bool) -> None:
-        """Whether it prints what it does."""
-
-
 @dataclasses.dataclass
 class Record:
     """All that fitkit itself keeps on a model, under one name: every other name is the user's.
@@ -140,10 +133,8 @@ class Record:
         kept_steps: the steps that `train_on_batch` and its siblings have built.
         log_names: the names of the values that the last pass returned; None before.
         hidden_names: names logged with `prog_bar=False`, which the progress bar leaves out.
-        jit_update: the training steps that `jit_compile` has compiled; None before.
-        jit_passes: the compiled steps of evaluation and prediction.
+        compiler: what computes otherwise than as written; see `training/compiler.py`.
         needs_gradients: whether the net was seen to compute gradients in its forward.
-        uncompiled: why `jit_compile` computes the net as written; None while it doesn't.
         doubts: say once that batches' entries disagree on their samples.
     """
 
@@ -154,10 +145,8 @@ class Record:
     batch_size: int | None = None
     log_names: list[str] | None = None
     hidden_names: set[str] = dataclasses.field(default_factory=set)
-    jit_update: CompiledUpdates | None = None
-    jit_passes: dict[str, object] = dataclasses.field(default_factory=dict)
+    compiler: object | None = None
     needs_gradients: bool = False
-    uncompiled: str | None = None
     doubts: Doubts = dataclasses.field(default_factory=Doubts)
 
     def __copy__(self) -> Record:
@@ -170,6 +159,7 @@ class Record:
             batch_size=self.batch_size,
             log_names=self.log_names,
             hidden_names=set(self.hidden_names),
+            compiler=copy.copy(self.compiler),
         )
 
     def check_copy(self) -> None:

@@ -97,7 +97,7 @@ from fitkit.checkpoint.weights import (
     save_weights,
 )
 from fitkit.data.arrays import samples_between
-from fitkit.data.batches import NoRows, Source, marked, unpack_batch
+from fitkit.data.batches import Batch, NoRows, Source, marked, unpack_batch
 from fitkit.data.loaders import ReadInOrder, begin_order, iterate, iterates_by_itself, seeds_apart
 from fitkit.data.sharding import keeps_rows
 from fitkit.data.sources import (
@@ -108,7 +108,13 @@ from fitkit.data.sources import (
     make_source,
 )
 from fitkit.distributed.cluster import detect
-from fitkit.distributed.collectives import Collectives, ProcessGroup
+from fitkit.distributed.collectives import (
+    Collectives,
+    ProcessGroup,
+    pack_gradients,
+    together,
+    unpack_gradients,
+)
 from fitkit.distributed.comm_hooks import hook_of
 from fitkit.distributed.devices import (
     Machine,
@@ -155,7 +161,8 @@ from fitkit.distributed.strategies.ddp import DDPWrapper
 from fitkit.distributed.strategies.engine import Engine, norm_of
 from fitkit.distributed.world import RankGroup, World, counting_connections, enter
 from fitkit.distributed.wrapped_model import DividedModel, StepRouter, WrappedModel
-from fitkit.losses import CompiledLoss
+from fitkit.hooks import has_own_steps, overridden
+from fitkit.losses import CompiledLoss, Term, checked_count
 from fitkit.losses.formulas import classes, elements
 from fitkit.losses.names import LOSSES, Definition
 from fitkit.metrics import CompiledMetrics
@@ -166,16 +173,23 @@ from fitkit.metrics.sums import Mean
 from fitkit.module import Module
 from fitkit.optimizers import (
     FUSED,
+    HOW,
     OPTIMIZERS,
     check_trainable,
     class_of,
     first_rate,
+    members_of,
+    needs_closure,
     put_rate,
 )
 from fitkit.schedulers import SCHEDULERS
+from fitkit.training.applier import Applier
+from fitkit.training.compiler import Compiler, PassSteps, Take, Updates
+from fitkit.training.own_step import OwnStep, loss_in, said_count
 from fitkit.training.predictions import Elsewhere, reading_on_ranks
 from fitkit.training.settings import parts_of_update
-from fitkit.training.step import unpacker_of
+from fitkit.training.step import CompiledStep, Outcome, is_plain_wrapper, unpacker_of
+from fitkit.training.update import Update
 
 __all__ = [
     "CALLBACKS",
@@ -185,6 +199,7 @@ __all__ = [
     "FORMAT_VERSION",
     "FSDP",
     "FUSED",
+    "HOW",
     "LOSSES",
     "METRICS",
     "OPTIMIZERS",
@@ -193,13 +208,17 @@ __all__ = [
     "STRATEGIES",
     "SUFFIXES",
     "AnyRankFlag",
+    "Applier",
     "Assignment",
     "BFloat16Mixed",
+    "Batch",
     "Callback",
     "Callbacks",
     "Collectives",
     "CompiledLoss",
     "CompiledMetrics",
+    "CompiledStep",
+    "Compiler",
     "DDPSharded",
     "DDPWrapper",
     "Definition",
@@ -220,6 +239,9 @@ __all__ = [
     "NoRows",
     "OpenWeights",
     "OptimizerInPlace",
+    "Outcome",
+    "OwnStep",
+    "PassSteps",
     "Precision",
     "ProcessGroup",
     "RankGroup",
@@ -231,7 +253,11 @@ __all__ = [
     "StoredFile",
     "Strategy",
     "Table",
+    "Take",
+    "Term",
     "TextFile",
+    "Update",
+    "Updates",
     "WeightFormat",
     "WeightSource",
     "Weights",
@@ -251,6 +277,7 @@ __all__ = [
     "check_pair",
     "check_trainable",
     "check_trains",
+    "checked_count",
     "checked_path",
     "checked_place",
     "checkpoint_in",
@@ -269,19 +296,24 @@ __all__ = [
     "from_rank_zero",
     "gather",
     "groups_of",
+    "has_own_steps",
     "held_by",
     "hook_of",
     "is_folder_name",
     "is_multiple_in",
+    "is_plain_wrapper",
     "is_script_rank",
     "is_url",
     "iterate",
     "iterates_by_itself",
     "keeps_rows",
+    "loss_in",
     "make_source",
     "marked",
     "matched",
+    "members_of",
     "named_strategy",
+    "needs_closure",
     "norm_of",
     "noted",
     "open_file",
@@ -289,6 +321,8 @@ __all__ = [
     "open_weights",
     "optimizers_of",
     "overload",
+    "overridden",
+    "pack_gradients",
     "parent",
     "parent_of",
     "part_sizes",
@@ -307,6 +341,7 @@ __all__ = [
     "restore_dtypes",
     "restore_layer",
     "run_of",
+    "said_count",
     "samples_between",
     "save_checkpoint",
     "save_weights",
@@ -317,7 +352,9 @@ __all__ = [
     "split",
     "state_of",
     "storable",
+    "together",
     "unpack_batch",
+    "unpack_gradients",
     "unpacker_of",
     "unreadable",
     "usable_cores",

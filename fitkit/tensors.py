@@ -1,4 +1,4 @@
-"""Tensors as bytes and as one vector, and how amounts of memory read."""
+"""Tensors as bytes, as numbers and as one vector, and how amounts of memory read."""
 
 from __future__ import annotations
 

@@ -46,6 +46,12 @@ def code(path: Path) -> tuple[int, int]:
     return len(lines), len(tokens)
 
 
+def names_in(path: Path, word: str) -> bool:
+    """Whether a file's code names something, apart from what its texts say."""
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    return any(token.type == tokenize.NAME and word in token.string.lower() for token in tokens)
+
+
 def nodes(names: Iterable[str]) -> Iterator[ast.AST]:
     """All nodes of some modules' trees."""
     for name in names:
@@ -172,15 +178,17 @@ def main() -> None:
         print(f"{title + ': files, code lines, tokens':<38} {len(names)}, {lines:,}, {tokens:,}")
     found = Counter(type(node).__name__ for node in nodes(FILES))
     median = sorted(lines for lines, _ in sizes.values())[len(sizes) // 2]
-    knows_jit = [
-        name for name in core if ".jit" not in name and "jit" in FILES[name].read_text().lower()
-    ]
+    texts = {name: FILES[name].read_text().lower() for name in core}
+    mention = [name for name, text in texts.items() if "jit" in text]
+    coded = [name for name in mention if names_in(FILES[name], "jit")]
+    jit_lines = sum("jit" in line for text in texts.values() for line in text.splitlines())
     frames, touched = way_of_fit()
     print(f"median of a file                       {median}")
     print(f"ifs, raises                            {found['If']:,}, {found['Raise']:,}")
     print(f"Any among parameters in training/      {share_of_any(training):.1%}")
     print(f"functions that run a forward           {len(forwards(training))}")
-    print(f"core files that mention jit            {len(knows_jit)}")
+    print(f"core files that mention jit, lines     {len(mention)}, {jit_lines}")
+    print(f"those whose code has it in a name      {len(coded)}")
     print(f"own frames, fit to the net             {frames}")
     print(f"the same, with a training_step         {way_of_fit(own_step=True)[0]}")
     print(f"files that a second fit touches        {touched}")

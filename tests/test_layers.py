@@ -86,6 +86,7 @@ FACES = {
     "distributed/devices.py": {"xla_adapters"},
     "distributed/strategies/fsdp.py": {"parallel"},
     "model.py": {"export", "pictures", "predictions", "summary"},
+    "training/compiler.py": {"jit"},
     "compilation.py": {"free_devices"},
 }
 """Where a verb of the core's is an extra's face: it is imported when that verb is called."""

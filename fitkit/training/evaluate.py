@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,8 +24,7 @@ from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import evaluation_stage
 from fitkit.module import Module
 from fitkit.samples import samples_of
-from fitkit.training.jit.evaluation import jit_pass
-from fitkit.training.jit.net import as_written
+from fitkit.training.compiler import PassSteps, Take, compiler_of
 from fitkit.training.log import LazyLogs, reduced, warn_of_empty
 from fitkit.training.own_step import Step, StepContext, predict_step_for, step_for
 from fitkit.training.settings import EvaluateArguments
@@ -301,13 +299,13 @@ class EvaluationPlan:
     """Decides how a pass over data computes its batches, and what makes it fast.
 
     - Losses that are means over samples are computed for many batches at once, as metrics are.
-    - If `jit_compile` asks for it, the net and the loss are compiled (`JitPass`).
+    - A compiler may take the step's place (`PassSteps`).
 
     A pass computes no gradients. The first batch is an ordinary step, with all checks.
 
     Args:
         model: the model that the pass evaluates.
-        step: computes the batches, unless functions compiled of it do.
+        step: computes the batches, unless a compiler does.
         callbacks: the pass's callbacks.
         stage: the stage in the names of callbacks' hooks, `"test"` or `"predict"`.
         source: gives the batches.
@@ -322,7 +320,7 @@ class EvaluationPlan:
         callbacks: CallbackList,
         stage: str,
         source: Source,
-        take: Callable[[Batch, Outcome], None],
+        take: Take,
         skip: Callable[[], None] | None = None,
     ) -> None:
         self._model = model
@@ -332,15 +330,16 @@ class EvaluationPlan:
         self._begin = callbacks.hooks(f"on_{stage}_batch_begin")
         self._end = callbacks.hooks(f"on_{stage}_batch_end")
         self._has_one_batch = source.steps == 1
-        shows = any(isinstance(callback, ProgressBar) for callback in callbacks.callbacks)
-        self._jit = jit_pass(model, step, take, is_announced=shows)
+        self._compiled: PassSteps | None = None
+        if (compiler := compiler_of(model)) is not None:
+            shows = any(isinstance(callback, ProgressBar) for callback in callbacks.callbacks)
+            self._compiled = compiler.pass_steps(model, step, take, is_announced=shows)
         self._users_look = users_look(callbacks, stage)
         # Whether batches are views or rows of tensors in memory. Ranks in step don't qualify: they
         # may repeat a batch, marked as one that doesn't count.
         alike = not model._fitkit.compilation.strategy.evaluates_in_step
         self._in_memory = alike and isinstance(source.whole, ArraySource)
         self._no_grad = torch.no_grad()
-        self._as_written = contextlib.ExitStack()
 
     def run(
         self,
@@ -399,12 +398,8 @@ class EvaluationPlan:
 
     def _first(self, batch: Batch, index: int) -> Outcome:
         """Make a step with all checks."""
-        jit, step = self._jit, self._step
-        make = step if jit is None else jit.first
-        found: Outcome = first_step(self._model, step, batch, index, make)
-        if jit is not None and not step.wrapped.is_bare:  # as the batch has shown
-            self._jit = None
-            self._as_written.enter_context(as_written(self._model))
+        make = self._step if self._compiled is None else self._compiled.first
+        found: Outcome = first_step(self._model, self._step, batch, index, make)
         return found
 
     def __enter__(self) -> EvaluationPlan:
@@ -412,7 +407,8 @@ class EvaluationPlan:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._as_written.close()
+        if self._compiled is not None:
+            self._compiled.close()
         self._no_grad.__exit__(None, None, None)
 
     def step_after_first(self, first: Batch) -> Callable[[Batch, int], Outcome | None]:
@@ -421,13 +417,11 @@ class EvaluationPlan:
         Args:
             first: the first batch, whose step is done.
         """
-        jit = self._jit
-        if jit is not None and not jit.gains(keeps=self._in_memory and not self._users_look):
-            self._jit = jit = None
-            self._as_written.enter_context(as_written(self._model))
         if self._in_memory:
             self._step.join_losses()
-        return self._step if jit is None else jit.after_first(first, keeps=self._in_memory)
+        if self._compiled is None:
+            return self._step
+        return self._compiled.after_first(first, keeps=self._in_memory, users_look=self._users_look)
 
     def flush_for_hooks(self) -> None:
         """Compute pending batches at the end of a group, if a callback may read the results."""
@@ -436,8 +430,8 @@ class EvaluationPlan:
 
     def flush(self) -> None:
         """Compute pending batches, in one call."""
-        if self._jit is not None:
-            self._jit.flush()
+        if self._compiled is not None:
+            self._compiled.flush()
 
 
 def users_look(callbacks: CallbackList, stage: str) -> bool:

@@ -31,6 +31,7 @@ from fitkit.progress import Progress
 from fitkit.random_states import random_state, set_random_state
 from fitkit.schedulers import VALIDATION_NAME
 from fitkit.training import unsaved
+from fitkit.training.compiler import Updates, compiler_of
 from fitkit.training.evaluate import evaluate_source, users_look
 from fitkit.training.log import LazyLogs, reduced, warn_of_empty
 from fitkit.training.own_step import Step, StepContext, running, step_for
@@ -164,14 +165,16 @@ class Fit:
         before = self.steps_before // (now or [self.accumulate])[-1]
         changes = tuple((first, -(-(steps or 0) // size)) for first, size in sizes)
         self.rates: Rates = Rates(model, arguments, self.step, updates, before, changes)
-        self.update = updates_for(
-            model,
-            self.context,
-            self.step,
-            accumulate=self.accumulate,
-            rates=self.rates,
-            joins_steps=self.group_size > 1,
+        self.update: Updates = updates_for(
+            model, self.context, self.step, accumulate=self.accumulate, rates=self.rates
         )
+        if (compiler := compiler_of(model)) is not None:
+            self.update = compiler.updates(
+                model,
+                self.update,
+                joins_steps=self.group_size > 1 and not self.rates.read_steps,
+                is_announced=self.collectives.rank == 0 and chosen_verbose(arguments.verbose) != 0,
+            )
         self.requires_grad: list[bool] = [p.requires_grad for p in compilation.trainable(model)]
         self.validation: dict[str, tuple[StepContext, Step]] = {}
         self.in_evaluation: list[torch.nn.Module] = []  # submodules that stay in evaluation mode
@@ -238,8 +241,6 @@ class Fit:
         ranks, size = self.collectives.world_size, self.source.batch_size
         replicas, device = self.strategy.replicas, self.strategy.device
         is_silent = chosen_verbose(self.arguments.verbose) == 0
-        if (compiled := self.model._fitkit.jit_update) is not None:
-            compiled.announces(not is_silent and self.collectives.rank == 0)
         alone = ranks * replicas == 1 and device.type == "cpu"
         if alone or self.collectives.rank or is_silent:
             return

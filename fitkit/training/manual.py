@@ -69,7 +69,7 @@ class Manual:
         return True
 
     def flush(self) -> None:
-        """Does nothing, because own updates aren't compiled as a whole."""
+        """Do nothing: no batch is held."""
 
     def finish(self) -> None:
         """Nothing is left over. Warns once of an epoch without an update."""

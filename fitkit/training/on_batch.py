@@ -379,10 +379,8 @@ def fit_batch(
                 state.train()
                 try:
                     if kept.update is None:
-                        # Compiling a step costs more than it saves on one batch.
-                        kept.update = updates_for(
-                            model, context, step, accumulate=1, compiles=False
-                        )
+                        # Compiled updates cost more than they save on one batch.
+                        kept.update = updates_for(model, context, step, accumulate=1)
                     state.accumulate = 1
                     counted = context.batch = _counted(batch, counter_of(model))
                     kept.update(counted, 0)

@@ -27,7 +27,7 @@ from fitkit.losses import checked_count
 from fitkit.losses.class_weights import ClassWeights
 from fitkit.module import LogOptions, Module, is_metric
 from fitkit.record import Context
-from fitkit.training.jit.programs import compiles_updates, traces_gradients
+from fitkit.training.compiler import compiler_of
 from fitkit.training.log import Logbook, Logged
 from fitkit.training.step import CompiledStep, Outcome
 from fitkit.training.with_gradients import wrapped_for_evaluation
@@ -194,11 +194,12 @@ def step_for(
     may_count = compilation.loss.may_count(known)
     counts = may_count or has_own_steps(model, stage)
     if stage == "training":
+        compiler = compiler_of(model)
         wrapped = strategy.wrap_for_training(
             model,
             averages=model._updates_all,
             may_count=counts,
-            compiles=compiles_updates(model) and traces_gradients(),
+            compiles=compiler is not None and compiler.compiles_updates(model),
         )
     else:
         wrapped = wrapped_for_evaluation(model)

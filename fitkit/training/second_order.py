@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ConfigurationError
 from fitkit.optimizers import members_of
-from fitkit.typing import CompilerOptions
 
 NEEDS_GRAPH = re.compile(r"create_graph|not have a? ?grad_fn")
 """What such optimizers, and torch in them, say of gradients without a graph."""
@@ -24,13 +23,13 @@ def needs_graph(optimizer: Optimizer) -> bool:
 
 
 def backward_with_graph(
-    optimizer: Optimizer, strategy: Strategy, *, scales: bool, jit_compile: bool | CompilerOptions
+    optimizer: Optimizer, strategy: Strategy, *, scales: bool, is_compiled: bool
 ) -> Callable[..., None]:
     """What computes gradients that the optimizer can differentiate.
 
     Args:
         scales: whether a scaler changes losses and gradients.
-        jit_compile: as given to `compile`.
+        is_compiled: whether a compiler computes the gradients.
 
     Raises:
         ConfigurationError: something acts on gradients through which no graph leads.
@@ -39,7 +38,7 @@ def backward_with_graph(
         "several processes": strategy.world.size > 1,
         f"strategy={strategy.name!r}": strategy.has_engine,
         "a loss scaler (16-bit precision)": scales,
-        "jit_compile": bool(jit_compile),
+        "jit_compile": is_compiled,
     }
     found = [name for name, hinders in hindrances.items() if hinders]
     if found:

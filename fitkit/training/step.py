@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fitkit import trees
-from fitkit.accelerators import exact_count
+from fitkit.accelerators import number_of
 from fitkit.compilation import MEMORY_FORMATS
 from fitkit.data.batches import Batch, check_weights, unpack_batch, warn_of_second_target
 from fitkit.data.to_device import LABEL_KEYS, Mover, Transfer
@@ -446,11 +446,6 @@ class CompiledStep:
             ) from error
         needs = self.loss is not None and self.loss.own is None
         raise_explained(error, self.wrapped.module, x, y, self.name, needs_target=needs)
-
-
-def number_of(count: Count) -> Count:
-    """A count as a Python number, if reading it doesn't wait."""
-    return exact_count(count) if isinstance(count, torch.Tensor) else count
 
 
 def labels_inside(x: Tree) -> Any:

@@ -26,8 +26,8 @@ from fitkit.errors import OutOfMemoryError, is_out_of_memory
 from fitkit.hooks import evaluation_stage
 from fitkit.modes import in_use, modules_of, set_mode, weights_cast_anew
 from fitkit.module import Module, is_metric
+from fitkit.training.compiler import compiler_of
 from fitkit.training.explain import explanation
-from fitkit.training.jit.net import compile_on_this_rank
 from fitkit.training.own_step import StepContext, running
 from fitkit.training.step import counter_of
 
@@ -64,10 +64,9 @@ def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Ite
             ):
                 if value is not None:
                     stack.enter_context(flag.held(value))
-            compiles = given.jit_compile is not False
             if verb in ("evaluate", "predict"):  # the others do it where they build their steps
                 place(model)
-            if compiles or given.memory_format is not None:
+            if model._fitkit.compiler is not None or given.memory_format is not None:
                 stack.enter_context(net_prepared(model))
             yield
         except Exception as error:
@@ -152,7 +151,8 @@ def net_prepared(model: Module) -> Iterator[None]:
     weights stay as they are. There only the batches are laid out.
     """
     compilation = model._fitkit.compilation
-    compile_on_this_rank(model, compilation.given.jit_compile)
+    if (compiler := compiler_of(model)) is not None:
+        compiler.compile_net(model)
     word = None if compilation.strategy.has_engine else compilation.given.memory_format
     try:
         with laid_out(model, word):

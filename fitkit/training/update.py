@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import zip_longest
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from fitkit import trees
@@ -22,7 +21,7 @@ from fitkit.checkpoint import check_fused_state
 from fitkit.data.batches import Batch, NoRows
 from fitkit.distributed.precision import CLOSURE, Scaling, match_state
 from fitkit.distributed.strategies import Engine, Strategy
-from fitkit.errors import ConfigurationError, warn
+from fitkit.errors import ConfigurationError
 from fitkit.fit_state import FitState
 from fitkit.hooks import overridden, step_arguments
 from fitkit.losses import Count, Term
@@ -36,9 +35,8 @@ from fitkit.optimizers import (
     needs_closure,
     unfuse_if_unreadable,
 )
-from fitkit.training.jit.net import as_written
-from fitkit.training.jit.programs import compiles_updates, traces_gradients
-from fitkit.training.jit.update import JitUpdate
+from fitkit.training.applier import Applier, ScaledApplier
+from fitkit.training.compiler import compiler_of
 from fitkit.training.manual import (
     Manual,
     check_manual,
@@ -48,11 +46,14 @@ from fitkit.training.manual import (
 )
 from fitkit.training.own_step import Step, StepContext
 from fitkit.training.rates import Rates
-from fitkit.training.second_order import backward_with_graph, explained_step, needs_graph
+from fitkit.training.second_order import backward_with_graph, needs_graph
 from fitkit.training.step import Outcome
 from fitkit.training.surroundings import match_strides
 
 TINY = torch.finfo(torch.float64).tiny
+
+AS_IS = contextlib.nullcontext()
+"""What surrounds a step that is an update by itself, or completes one."""
 
 
 def updates_for(
@@ -62,8 +63,6 @@ def updates_for(
     *,
     accumulate: int | None = None,
     rates: Rates | None = None,
-    compiles: bool = True,
-    joins_steps: bool = True,
 ) -> Update | ByTurns | Manual:
     """Choose how training batches make updates: by one optimizer, by several in turn, or manually.
 
@@ -73,8 +72,6 @@ def updates_for(
         step: computes losses.
         accumulate: the number of batches in an update; None for the number given to `compile`.
         rates: moves the learning rates after each update; None if they stay.
-        compiles: as in `Update`.
-        joins_steps: as in `Update`.
     """
     state, strategy = model._fitkit.fit_state, model._fitkit.compilation.strategy
     optimizers = ready_optimizers(model)
@@ -84,16 +81,7 @@ def updates_for(
     scalings = state.scalings_for(strategy, len(optimizers) if model.automatic_optimization else 1)
     state.accumulate = accumulate or model._fitkit.compilation.given.accumulate_grad_batches
     updates = [
-        Update(
-            model,
-            step,
-            optimizer,
-            scaling,
-            rates,
-            is_one_of_several=several,
-            compiles=compiles,
-            joins_steps=joins_steps,
-        )
+        Update(model, step, optimizer, scaling, rates, is_one_of_several=several)
         for optimizer, scaling in zip_longest(optimizers, scalings)
     ]
     if not model.automatic_optimization:
@@ -174,14 +162,12 @@ class Update:
         is_one_of_several: whether other optimizers take turns with this one. Their steps bypass
             the wrapper that averages gradients over the ranks, so this class averages them. It
             does so for compiled steps too.
-        compiles: whether an update may be compiled as a whole, if `compile` asks for that.
-        joins_steps: whether one call may compute several compiled steps (`steps_per_execution`).
 
     An update equals the one from all its batches, over all ranks, as a single batch. For this,
     each batch's gradients are weighted by the count that its loss is the mean over. That holds
     also if batches differ in length or the last group is short. There are three weightings:
 
-    1. The loss is a mean over samples (`_learn`). Their number is known on all ranks before the
+    1. The loss is a mean over samples (`learn_from`). Their number is known on all ranks before the
        step, so `backward` applies the weight. In a group, gradients are scaled as if all batches
        had as many samples as the first, and corrected at the group's end.
     2. The loss is a mean over something else, such as the labels that count (`_learn_counted`).
@@ -196,7 +182,12 @@ class Update:
     takes effect with the next group.
 
     Attributes:
+        step, optimizer: as given.
+        parameters: those that learn.
+        accumulate: the number of batches in the group.
+        is_part: whether a batch is only a part of an update's samples.
         backward: computes the gradients of a loss.
+        apply: makes the update from the gradients of a group.
     """
 
     def __init__(
@@ -208,18 +199,15 @@ class Update:
         rates: Rates | None,
         *,
         is_one_of_several: bool,
-        compiles: bool = True,
-        joins_steps: bool = True,
     ) -> None:
         compilation = model._fitkit.compilation
         strategy: Strategy = compilation.strategy
-        self.optimizer = optimizer
-        self._step = step
+        self.step: Step = step
+        self.optimizer: Optimizer = optimizer
         self._upcoming = Upcoming(iter(()))
         self._looks_at_gradients = _is_named(model)
         # Without an engine of the strategy's own, the base class does as torch does.
         engine = self._engine = strategy.engine or Engine()
-        self._after_update = None if rates is None else rates.after_update_of(optimizer)
         self._fit_state: FitState = model._fitkit.fit_state
         self._strategy = strategy
         self._is_alone = strategy.collectives.world_size == 1
@@ -228,14 +216,17 @@ class Update:
         self.backward: Callable[..., None] = engine.backward
         if scaling is not None:
             self.backward = partial(scaling.backward, through=self.backward)
-        self._clip_value = compilation.given.gradient_clip_val
-        self._clip_algorithm = compilation.given.gradient_clip_algorithm
         # A compiled step has no wrapper that averages gradients within the backward pass. It has a
         # list then, of the buffers that ranks share, which may be empty.
         self._buffers = step.wrapped.shared_buffers
         # Whether this object averages the gradients over the ranks, before an update.
         self._exchanges = is_one_of_several or self._buffers is not None
-        self._parameters = held_by(optimizer) if is_one_of_several else compilation.trainable(model)
+        self.parameters: list[torch.nn.Parameter] = (
+            held_by(optimizer) if is_one_of_several else compilation.trainable(model)
+        )
+        move_rates = None if rates is None else rates.after_update_of(optimizer)
+        given = model, optimizer, self.parameters, engine, move_rates
+        self.apply: Applier = Applier(*given) if scaling is None else ScaledApplier(*given, scaling)
         # No strategy knows a loss's own parameters, so their gradients are averaged here.
         has_outside = self._ranks > 1 and not self._exchanges
         self._outside = compilation.loss_parameters() if has_outside else []
@@ -253,52 +244,15 @@ class Update:
         self._first = 1  # samples of the group's first step, on all ranks
         self._takes_closure = needs_closure(optimizer)
         if needs_graph(optimizer):
-            compiles = False
             self.backward = backward_with_graph(
                 optimizer,
                 strategy,
                 scales=scaling is not None,
-                jit_compile=compilation.given.jit_compile,
+                is_compiled=compiler_of(model) is not None,
             )
         if self._takes_closure and scaling is not None:
             raise ConfigurationError(CLOSURE.format(kind=type(optimizer).__name__))
-        joins_steps = joins_steps and (rates is None or not rates.read_steps)
-        self._jit = self._jit_for(model, joins_steps=joins_steps) if compiles else None
         self._regroup()
-
-    def _jit_for(self, model: Module, *, joins_steps: bool) -> JitUpdate | None:
-        """Return what computes compiled updates, if `compile` asks for them; None otherwise.
-
-        Only a single optimizer's updates can be compiled. The step may be the one that `compile`
-        describes, or the model's own `training_step`. On several ranks, the training loop must
-        average the gradients.
-        """
-        options, step = model._fitkit.compilation.given.jit_compile, self._step
-        alone = self._is_alone or self._buffers is not None
-        if not alone or self._strategy.engine is not None or not step.wrapped.is_bare:
-            return None
-        if not compiles_updates(model):
-            return None
-        if not traces_gradients():
-            warn(
-                f"jit_compile compiles the net alone: PyTorch {torch.__version__} can't compile "
-                "gradients. PyTorch 2.13 compiles the whole step."
-            )
-            return None
-        found = model._fitkit.jit_update
-        if not isinstance(found, JitUpdate):
-            found = model._fitkit.jit_update = JitUpdate(options)
-        found.begin(
-            model,
-            step,
-            self.optimizer,
-            self._parameters,
-            self._count_update,
-            self,
-            moves_rates=self._after_update is not None,
-            joins_steps=joins_steps,
-        )
-        return found
 
     def _regroup(self) -> None:
         """Read the current number of batches in an update; call this between two groups."""
@@ -309,10 +263,9 @@ class Update:
                 f"{type(self.optimizer).__name__}, which computes the loss several times in each "
                 "step. Write accumulate_grad_batches=1."
             )
-        self._accumulate = accumulate
+        self.accumulate: int = accumulate
+        self.is_part: bool = accumulate > 1 or self._ranks > 1
         self._exchanged = not self._exchanges
-        if self._jit is not None:
-            self._jit.accumulates(accumulate > 1 or self._ranks > 1)
 
     @property
     def is_between_updates(self) -> bool:
@@ -321,7 +274,7 @@ class Update:
 
     def peekable(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Return an epoch's batches, in an iterator that can look ahead if counts need that."""
-        if not self._step.may_count:
+        if not self.step.may_count:
             return batches
         self._upcoming = Upcoming(batches)
         return self._upcoming
@@ -330,43 +283,41 @@ class Update:
         """Look ahead at the same batches as another optimizer's updates."""
         self._upcoming = other._upcoming
 
+    def begin(self) -> None:
+        """Begin a group of batches, unless one has begun.
+
+        Ranks:
+            Collective, if they share buffers.
+        """
+        if self._batches:
+            return
+        if self.accumulate != self._fit_state.accumulate:
+            self._regroup()
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self._carrier is not None:
+            self._carrier.grad = None
+        if self._buffers:
+            self._strategy.collectives.broadcast_tensors(self._buffers)
+
     def __call__(
-        self, batch: Batch, index: int, *, compiles: bool = True, **optimizer: Any
-    ) -> Outcome | None:
+        self, batch: Batch, index: int, *, begins: bool = True, **optimizer: Any
+    ) -> Outcome:
         """Learn from a batch: compute its loss, and make the update if the group is complete.
 
         Args:
             batch: the batch.
             index: its number in the epoch.
-            compiles: whether the compiled functions may be used; False if they were tried already.
+            begins: whether it may begin a group; False if `begin` was called for it.
             optimizer: `optimizer_idx`, if several optimizers take turns.
 
         Returns:
-            What the step found; None if compiled functions computed it.
+            What the step found.
         """
-        step = self._step
-        if self._batches == 0:
-            if self._accumulate != self._fit_state.accumulate:
-                self._regroup()
-            for parameter in self._parameters:
-                parameter.grad = None
-            if self._carrier is not None:
-                self._carrier.grad = None
-            if self._buffers and compiles:
-                self._strategy.collectives.broadcast_tensors(self._buffers)
-        jit = self._jit if compiles else None
-        if jit is not None and jit.stopped is None:
-            if self._learn_jit(jit, batch, index):
-                return None
-            # If the batch itself is wrong, the error is the same as without compiling.
-            with as_written(cast(Module, step.wrapped.module)):
-                outcome = self(batch, index, compiles=False)
-            if jit.waits and outcome is not None:
-                jit.look_back(outcome)
-            return outcome
-        # Whether a batch is only a part of an update's samples.
-        is_part = self._ranks > 1 or self._accumulate > 1
-        with self._around_step() if self._accumulate > 1 else contextlib.nullcontext():
+        if begins:
+            self.begin()
+        step, is_part = self.step, self.is_part
+        with self._around_step() if self.accumulate > 1 else AS_IS:
             outcome = step(batch, index, is_part=is_part, **optimizer)
             step.record(batch, outcome)
             outcome.outputs = None  # nothing more reads them, and they may be large
@@ -374,30 +325,18 @@ class Update:
                 again = partial(step.again, batch, index, is_part=is_part, **optimizer)
                 self._step_with_closure(batch, outcome, again)
             else:
-                self._learn(batch, outcome)
+                self.learn_from(batch, outcome)
         return outcome
-
-    def _learn_jit(self, jit: JitUpdate, batch: Any, index: int) -> bool:
-        """Learn from a batch by the compiled functions; return whether that could be done."""
-        if not jit(batch, index):
-            return False
-        if jit.outcome is not None:
-            before, self.backward = self.backward, jit.backward
-            try:
-                self._learn(batch, jit.outcome)
-            finally:
-                self.backward = before
-        return True
 
     def _around_step(self) -> AbstractContextManager[Any]:
         """Surround a step, so that a group's gradients are exchanged only with its last batch."""
-        if self._batches + 1 < self._accumulate:
+        if self._batches + 1 < self.accumulate:
             self._exchanged = False
             return self._accumulating()
         self._exchanged = not self._exchanges
-        return contextlib.nullcontext()
+        return AS_IS
 
-    def _learn(self, batch: Batch, outcome: Outcome) -> None:
+    def learn_from(self, batch: Batch, outcome: Outcome) -> None:
         """Learn from a batch's loss, which is a mean over this rank's batch.
 
         Each sample weighs the same on every rank. A batch of 0 samples has no weight.
@@ -416,26 +355,26 @@ class Update:
         if outcome.count is not None or self._carrier is not None:
             self._learn_counted(loss, count_in(batch, outcome.count), total)
             return
-        if self._accumulate == 1:
+        if self.accumulate == 1:
             weight = samples * self._ranks
             self.backward(loss if weight == total else loss * (weight / total))
             if self._exchanges:
-                exchange_gradients(self._strategy, self._parameters)
+                exchange_gradients(self._strategy, self.parameters)
             self._update()
             return
         if self._batches == 0:
             self._first = max(total, 1)
             self._samples = 0
         # Scale as if every step of the group had as many samples as its first; `finish` corrects.
-        self.backward(loss * (samples * self._ranks / (self._first * self._accumulate)))
+        self.backward(loss * (samples * self._ranks / (self._first * self.accumulate)))
         self._batches += 1
         self._samples += total
-        if self._batches == self._accumulate:
+        if self._batches == self.accumulate:
             self.finish()
 
     def _learn_counted(self, loss: torch.Tensor, count: float | torch.Tensor, total: int) -> None:
         """Learn from a loss that is the mean over `count`, which differs between batches."""
-        if self._accumulate == 1 and self._ranks == 1:
+        if self.accumulate == 1 and self._ranks == 1:
             self.backward(loss)
             self._update()
             return
@@ -443,12 +382,12 @@ class Update:
             self._first, self._samples, self._counted = max(total, 1), 0, 0
             if self._per_sample is None:
                 self._per_sample = self._guess(count, total)
-        expected = self._first * self._accumulate * (self._per_sample or 1.0)
+        expected = self._first * self.accumulate * (self._per_sample or 1.0)
         self._backward_part(loss, count, count * (self._ranks / expected))
         self._batches += 1
         self._samples += total
         self._counted = self._counted + count
-        if self._batches == self._accumulate:
+        if self._batches == self.accumulate:
             self.finish()
 
     def _guess(self, count: float | torch.Tensor, total: int) -> float:
@@ -469,13 +408,13 @@ class Update:
         No single factor can correct them afterwards, so the group's counts are computed first.
         """
         counts = [samples if term.count is None or not samples else term.count for term in terms]
-        if self._accumulate == 1 and self._ranks == 1:
+        if self.accumulate == 1 and self._ranks == 1:
             self.backward(loss)
             self._update()
             return
         if self._totals is None:
-            coming = self._upcoming.peek(self._accumulate - 1) if self._accumulate > 1 else []
-            rest = [self._step.counts_of(batch) for batch in coming]
+            coming = self._upcoming.peek(self.accumulate - 1) if self.accumulate > 1 else []
+            rest = [self.step.counts_of(batch) for batch in coming]
             sums = [sum(map(float, column)) for column in zip(counts, *rest, strict=True)]
             self._totals = self._strategy.data_ranks.sums(sums)
         weighed = [
@@ -484,7 +423,7 @@ class Update:
         ]
         self._backward_part(functools.reduce(torch.add, weighed), 1.0, 1.0)
         self._batches += 1
-        if self._batches == self._accumulate:
+        if self._batches == self.accumulate:
             self.finish()
 
     def _backward_part(
@@ -506,9 +445,7 @@ class Update:
         torch.autograd.backward((loss, carrier), (weighs, counts))
 
     def flush(self) -> None:
-        """Make the updates of batches that wait for a call of several."""
-        if self._jit is not None:
-            self._jit.flush()
+        """Do nothing: no batch is held."""
 
     def finish(self) -> None:
         """Make the update of a complete group, or of a shorter one at the epoch's end."""
@@ -517,9 +454,9 @@ class Update:
         self._batches = 0
         if not self._exchanged:
             carriers = [] if self._carrier is None else [self._carrier]
-            exchange_gradients(self._strategy, [*self._parameters, *carriers])
+            exchange_gradients(self._strategy, [*self.parameters, *carriers])
         # The count of the whole group is known now, so correct the gradients' scale.
-        expected, found = float(self._first * self._accumulate), self._samples
+        expected, found = float(self._first * self.accumulate), self._samples
         if self._totals is not None:
             expected, found = 1.0, 1
         elif self._counted is not None:
@@ -527,9 +464,9 @@ class Update:
         self._totals = self._counted = None
         if isinstance(found, torch.Tensor):
             factor = torch.where(found > 0, expected / found, 1.0)
-            self._engine.scale(self._parameters, factor)
+            self._engine.scale(self.parameters, factor)
         elif found != expected:
-            self._engine.scale(self._parameters, expected / found if found else 1.0)
+            self._engine.scale(self.parameters, expected / found if found else 1.0)
         self._update()
 
     def _counted_by_all(self) -> Any:
@@ -567,25 +504,23 @@ class Update:
         def closure() -> torch.Tensor:
             with torch.enable_grad():
                 value = waiting.pop() if waiting else again()
-                for parameter in self._parameters:
+                for parameter in self.parameters:
                     parameter.grad = None
                 if self._carrier is not None:
                     self._carrier.grad = None
                 self._backward_part(value, mine, weight)
                 if self._exchanges:
-                    exchange_gradients(self._strategy, self._parameters)
+                    exchange_gradients(self._strategy, self.parameters)
                 if self._outside:
                     self._strategy.data_ranks.mean_gradients(self._outside)
-            self._clip()
+            self.apply.clip()
             if self._ranks == 1:
                 return value.detach()
             # This number tells the optimizer when to stop, so it must be the same on all ranks.
             (summed,) = self._strategy.data_ranks.sums([nothing_if(value, mine).item() * mine])
             return value.detach().new_tensor(summed / whole)
 
-        self.optimizer.step(closure)  # type: ignore[arg-type]
-        self._engine.after_update()
-        self._count_update()
+        self.apply.with_closure(closure)
 
     def _update(self) -> None:
         if self._outside:
@@ -594,55 +529,7 @@ class Update:
             self._looks_at_gradients = False
             for optimizer in members_of(self.optimizer):
                 unfuse_if_unreadable(optimizer)
-        if self._scaling is not None:
-            self._update_scaled(self._scaling)
-            return
-        if self._jit is not None and self._jit.update():
-            self._count_update()
-            return
-        self._clip()
-        try:
-            self._engine.update(self.optimizer)
-        except RuntimeError as error:
-            if (explained := explained_step(error, self.optimizer)) is None:
-                raise
-            raise explained from error
-        self._engine.after_update()
-        self._count_update()
-
-    def _update_scaled(self, scaling: Scaling) -> None:
-        """Make an update, unless some gradients aren't finite."""
-        if self._clip_value is not None or self._fit_state.grad_norms is not None:
-            scaling.unscale(self.optimizer, self._parameters)
-            self._clip()
-        counts = scaling.step(self.optimizer)
-        scaling.update()
-        self._engine.after_update()  # even without one here: other ranks may have made one
-        if counts:
-            self._count_update()
-
-    def _count_update(self) -> None:
-        if self._jit is not None and self._jit.counted:
-            self._jit.counted -= 1
-            return
-        self._fit_state.updates += 1
-        if self._after_update is not None:
-            self._after_update()
-
-    def _clip(self) -> None:
-        """Clip the gradients; record their norm before that, if a callback asks for it."""
-        norms, norm = self._fit_state.grad_norms, None
-        if norms is not None:
-            gradients = [p.grad for p in self._parameters if p.grad is not None]
-            norm = self._engine.norm(gradients)
-            norms += [] if norm is None else [norm]
-        if self._clip_value is None:
-            return
-        if norm is not None and self._strategy.engine is None and self._clip_algorithm == "norm":
-            # As clip_grad_norm_, without a second norm, which costs a twentieth of a small step.
-            clip_grads_with_norm_(self._parameters, self._clip_value, norm)
-        else:
-            self._engine.clip(self._parameters, self._clip_value, self._clip_algorithm)
+        self.apply()
 
 
 class ByTurns:
@@ -686,7 +573,7 @@ class ByTurns:
         return all(update.is_between_updates for update in self.updates)
 
     def flush(self) -> None:
-        """Do nothing: no batch waits, since turns aren't compiled as a whole."""
+        """Do nothing: no batch is held."""
 
     def finish(self) -> None:
         for update in self.updates:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fitkit
-from fitkit.training.jit.programs import traces_gradients
+from fitkit.extras.jit.programs import traces_gradients
 from tests.limits import patience
 
 pytestmark = pytest.mark.skipif(not traces_gradients(), reason="this torch compiles no gradients")
@@ -24,8 +24,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fitkit
-from fitkit.training.jit.programs import Programs
-from fitkit.training.jit.tracing import UncompiledError
+from fitkit.extras.jit.programs import Programs
+from fitkit.extras.jit.tracing import UncompiledError
 
 RANK = int(os.environ.get("RANK", 0))
 # Traced and differentiated as for torch's own compiler, but computed operation by operation.
@@ -76,8 +76,8 @@ def assert_same(model, wanted, atol=1e-10):
 
 
 def assert_compiled(model):
-    made = model._fitkit.jit_update
-    assert made.stopped is None and made._optimizing.stopped is None
+    made = model._fitkit.compiler.of_updates
+    assert made.stopped is None and made.update_stopped is None
     return made
 
 
@@ -193,9 +193,9 @@ def a_rank_whose_compiler_is_wrong(what, warns):
     assert_same(model, reference(net(), Y, rows=48))
     texts = [str(w.message) for w in seen if "FK072" in str(w.message)]
     assert len(texts) == warns[RANK] and all("differs by" in text for text in texts), texts
-    jit = model._fitkit.jit_update
+    jit = model._fitkit.compiler.of_updates
     assert (jit.stopped is not None) == bool(warns[RANK])
-    assert (jit._optimizing.stopped is not None) == (what == 1)  # alike on all ranks
+    assert (jit.update_stopped is not None) == (what == 1)  # alike on all ranks
     torch.save([*model.parameters()], f"wrong{what}_{RANK}.pt")
 
 

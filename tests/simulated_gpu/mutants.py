@@ -206,7 +206,7 @@ MUTANTS = [
     ),
     Mutant(
         "reduce-overhead: what a step changes stays where it is",
-        "training/jit/optimizer.py",
+        "extras/jit/optimizer.py",
         "            torch._dynamo.mark_static_address(state)",
         "            pass",
         ("tests/simulated_gpu/test_graphs.py",),

@@ -98,8 +98,8 @@ PLACES = {
     "metrics/torchmetrics_adapter.py": {"update", "to", "_counts_nothing"},  # the first batch
     "training/log.py": {"sums"},  # results at the end
     "training/update.py": {"_guess"},  # the labels of an accumulated update's first batch
-    "training/jit/optimizer.py": {"<setcomp>", "__init__"},  # compiling
-    "training/jit/proof.py": {"_change", "_distance", "_norm"},  # a graph's first call
+    "extras/jit/optimizer.py": {"<setcomp>", "__init__"},  # compiling
+    "extras/jit/proof.py": {"_change", "_distance", "_norm"},  # a graph's first call
 }
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from fitkit.training.jit.loop import looped
-from fitkit.training.jit.proof import Proven, compiler, facts_of, proven_loop
+from fitkit.extras.jit.loop import looped
+from fitkit.extras.jit.proof import Proven, compiler, facts_of, proven_loop
 
 Parts = tuple[Any, ...]
 """A batch's inputs, targets and weights, on the device; the number of steps comes after stacks."""

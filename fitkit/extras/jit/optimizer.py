@@ -21,15 +21,13 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from fitkit import trees
 from fitkit.accelerators import has_streams, widest_dtype
-from fitkit.distributed.collectives import together
 from fitkit.errors import warn
-from fitkit.module import Module
-from fitkit.optimizers import HOW, class_of, members_of
-from fitkit.training.jit.loop import at
-from fitkit.training.jit.net import compute_as_written
-from fitkit.training.jit.programs import MOST_STEPS, Programs
-from fitkit.training.jit.proof import MisfitError
-from fitkit.training.jit.tracing import UncompiledError
+from fitkit.extras.jit.loop import at
+from fitkit.extras.jit.net import JitNet
+from fitkit.extras.jit.programs import MOST_STEPS, UpdatePrograms
+from fitkit.extras.jit.proof import MisfitError
+from fitkit.extras.jit.tracing import UncompiledError
+from fitkit.seams import HOW, Module, class_of, members_of, together
 
 
 class Group:
@@ -234,33 +232,26 @@ def _steps_as_its_class(optimizer: Optimizer) -> bool:
 class JitOptimizer:
     """Compiles an optimizer's step, and the clipping of gradients before it.
 
-    It stays with the model from one `fit` to the next. `begin` sets what a new `fit` uses.
-
     Args:
-        options: the options for `torch.compile`.
+        model: the model to train.
+        optimizer: the optimizer whose step is compiled.
+        parameters: the trainable parameters.
+        kept: what earlier calls of `fit` have compiled.
+        net: what is given up if numbers differ.
 
     Attributes:
-        stopped: why the optimizer's step isn't compiled; None while it is.
-        misfit: how the compiled step gave other numbers, on some rank; None if it didn't.
+        groups: the optimizer's groups that have parameters with gradients.
     """
 
-    def __init__(self, options: bool | dict[str, Any]) -> None:
-        self._programs = Programs(options, "the update")
-        self.stopped: str | None = None
-        self.misfit: MisfitError | None = None
-
-    def announces(self, is_announced: bool) -> None:
-        """Set whether to print that something is being compiled."""
-        self._programs.is_announced = is_announced
-
-    def begin(self, model: Module, optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
-        """Set what a new call of `fit` uses.
-
-        Args:
-            model: the model to train.
-            optimizer: the optimizer whose step is compiled.
-            parameters: the trainable parameters.
-        """
+    def __init__(
+        self,
+        model: Module,
+        optimizer: Optimizer,
+        parameters: list[nn.Parameter],
+        kept: UpdatePrograms,
+        net: JitNet,
+    ) -> None:
+        self._kept, self._net = kept, net
         compilation = model._fitkit.compilation
         self._model, self._ranks = model, compilation.strategy.collectives
         self._device: str = compilation.strategy.device.type
@@ -281,8 +272,8 @@ class JitOptimizer:
 
     def stop(self, why: str) -> None:
         """Stop compiling the optimizer's step from now on, and warn."""
-        self.stopped = why
-        self._programs.clear()
+        self._kept.update_stopped = why
+        self._kept.updates.clear()
         kinds = [class_of(optimizer).__name__ for optimizer in members_of(self._optimizer)]
         alone = "steps by itself" if len(kinds) == 1 else "step by themselves"
         who = f"{' and '.join(kinds)} {alone}"
@@ -371,7 +362,7 @@ class JitOptimizer:
             Collective while the step is compiled. It is compiled on all ranks or on none.
             Otherwise the weights would differ in their last bits, more with each update.
         """
-        if self.stopped is not None or self.is_asked_for_norms:
+        if self._kept.update_stopped is not None or self.is_asked_for_norms:
             return False
         learns = [parameter.grad is not None for parameter in self._parameters]
         try:
@@ -384,9 +375,9 @@ class JitOptimizer:
             else:
                 self._run()
                 self._updates += 1
-        except MisfitError as error:
-            self.stopped, self.misfit = str(error), error
-            compute_as_written(self._model, error)
+        except MisfitError as error:  # on some rank
+            self._kept.stopped = self._kept.update_stopped = str(error)
+            self._net.give_up(self._model, error)
             return False
         except UncompiledError as error:
             self.stop(str(error))
@@ -397,7 +388,7 @@ class JitOptimizer:
         gradients = [
             p.grad for p, learns in zip(self._parameters, self._learns, strict=True) if learns
         ]
-        self._programs.run(self._from_gradients, [gradients], "gradients", self._device)
+        self._kept.updates.run(self._from_gradients, [gradients], "gradients", self._device)
 
     def _from_gradients(self, given: Sequence[Sequence[torch.Tensor]]) -> None:
         self.trace(given[0])

@@ -5,39 +5,46 @@ join all of them: the net, the loss, `torch.autograd.grad` and torch's functiona
 part that it can't compile is left out, with one warning. At least the net is always compiled
 (`net.py`).
 
+`JitUpdate` stands in the eager `Update`'s place. What it can't compile, it leaves to that one.
+
 If several batches or several ranks make an update, there are two functions. One computes a batch's
-gradients, the other makes the update. Between them, `Update` weights the gradients and averages
-them over the ranks.
+gradients, the other makes the update. Between them, the eager `Update` weights the gradients and
+averages them over the ranks.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from fitkit import trees
-from fitkit.data.batches import Batch
-from fitkit.distributed.collectives import pack_gradients, unpack_gradients
 from fitkit.errors import warn
+from fitkit.extras.jit.graph_calls import Parts
+from fitkit.extras.jit.loop import at, marked, stacked
+from fitkit.extras.jit.net import JitNet, as_written
+from fitkit.extras.jit.optimizer import JitOptimizer
+from fitkit.extras.jit.programs import UpdatePrograms, copied, most_steps, shapes_of
+from fitkit.extras.jit.proof import MisfitError
+from fitkit.extras.jit.traced import TracedOwnStep, TracedStep
+from fitkit.extras.jit.tracing import OTHERS_LEARN, UncompiledError
 from fitkit.modes import modules_of
-from fitkit.module import Module
 from fitkit.random_states import random_state, set_random_state
-from fitkit.training.jit.graph_calls import Parts
-from fitkit.training.jit.loop import at, marked, stacked
-from fitkit.training.jit.net import as_written, compute_as_written
-from fitkit.training.jit.optimizer import JitOptimizer
-from fitkit.training.jit.programs import Programs, copied, most_steps, shapes_of
-from fitkit.training.jit.proof import MisfitError
-from fitkit.training.jit.traced import TracedOwnStep, TracedStep
-from fitkit.training.jit.tracing import OTHERS_LEARN, UncompiledError
-from fitkit.training.own_step import OwnStep
-from fitkit.training.step import CompiledStep, Outcome
+from fitkit.seams import (
+    Applier,
+    Batch,
+    CompiledStep,
+    Module,
+    Outcome,
+    OwnStep,
+    Update,
+    pack_gradients,
+    unpack_gradients,
+)
 
 MOST_BYTES = 2**26
 """How many bytes of batches a call of several steps copies to one place, at most."""
@@ -50,65 +57,61 @@ COPIED = (torch.Tensor, np.ndarray, str, bytes, int, float, type(None))
 """What a batch that waits may hold: `copied` makes a copy, or nothing can change it."""
 
 
+class JitApplier(Applier):
+    """Makes updates by a compiled function; as written where that can't be.
+
+    Args:
+        eager: makes them as written.
+        model: the model to train.
+        optimizing: the compiled function.
+
+    Attributes:
+        is_compiled: whether the compiled function may be used.
+    """
+
+    def __init__(self, eager: Applier, model: Module, optimizing: JitOptimizer) -> None:
+        super().__init__(model, eager.optimizer, eager.parameters, eager.engine, eager.move_rates)
+        self._optimizing = optimizing
+        self.is_compiled: bool = False
+
+    def __call__(self) -> None:
+        """Clip the gradients, make the update, and count it."""
+        if self.is_compiled and self._optimizing():
+            self.count()
+        else:
+            super().__call__()
+
+
 class JitUpdate:
     """Computes a batch's whole update by compiled functions, one for each shape of batches.
 
-    It stays with the model from one `fit` to the next, so a second `fit` compiles nothing. `begin`
-    sets what a new `fit` uses. Only a single optimizer's updates are compiled.
+    `fit` is given it in the eager update's place. Only a single optimizer's updates are compiled.
 
     A rank may compile its batches' gradients while another doesn't: the exchange is the same. The
     update must be compiled on all ranks or on none (`JitOptimizer`).
 
     Args:
-        options: the options for `torch.compile`.
-
-    Attributes:
-        stopped: why the compiled functions aren't used any more; None while they are.
-        outcome: the last batch's, if only its gradients were computed; `backward` takes its loss.
-        counted: how many of the next updates have been counted before they are made.
+        model: the model to train.
+        eager: makes the updates without compiling.
+        kept: what earlier calls of `fit` have compiled, so that nothing is compiled twice.
+        net: what is given up if numbers differ.
+        joins_steps: whether `steps_per_execution` may compute several steps in one call. Not if
+            moving the rates reads a step's values.
     """
 
-    def __init__(self, options: bool | dict[str, Any]) -> None:
-        self._programs = Programs(options, "the step")
-        self._optimizing = JitOptimizer(options)
-        self.stopped: str | None = None
-        self._may_join = True  # whether several steps can be computed in one call
-        self._why_alone = ""  # why not, before the warning
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Programs.__reduce__(self._programs)  # a copy of the model compiles its own
-
-    def announces(self, is_announced: bool) -> None:
-        """Set whether to print that something is being compiled."""
-        self._programs.is_announced = is_announced
-        self._optimizing.announces(is_announced)
-
-    def begin(
+    def __init__(
         self,
         model: Module,
-        step: CompiledStep | OwnStep,
-        optimizer: Optimizer,
-        parameters: list[nn.Parameter],
-        after_update: Callable[[], Any],
-        learn: Callable[[Batch, int], object],
+        eager: Update,
+        kept: UpdatePrograms,
+        net: JitNet,
         *,
-        moves_rates: bool,
         joins_steps: bool,
     ) -> None:
-        """Set what a new call of `fit` uses.
-
-        Args:
-            model: the model to train.
-            step: computes losses without compiling.
-            optimizer: makes the updates.
-            parameters: the trainable parameters.
-            after_update: called after each update; it may change the optimizer's rates.
-            learn: learns from a batch, with its number, as if it came only now. It serves batches
-                that have waited for a call of several, which can't be made.
-            moves_rates: whether `after_update` does change rates.
-            joins_steps: whether `steps_per_execution` may compute several steps in one call. Not
-                if `after_update` reads a step's values.
-        """
+        step, parameters = eager.step, eager.parameters
+        self._eager, self._kept, self._net = eager, kept, net
+        self._optimizing = JitOptimizer(model, eager.optimizer, parameters, kept, net)
+        self._apply = eager.apply = JitApplier(eager.apply, model, self._optimizing)
         compilation = model._fitkit.compilation
         self._model, self._step = model, step
         # A model's own step is traced as a whole, and calls the compiled one inside.
@@ -120,9 +123,8 @@ class JitUpdate:
         else:
             self._traced = TracedStep(model, step)
         self._parameters = parameters
-        self._optimizing.begin(model, optimizer, parameters)
         # A model's own step may have effects, and a step on several ranks exchanges values. Then
-        # the first batch can't run twice: its update isn't compiled, and `look_back` inspects it.
+        # the first batch can't run twice: its update isn't compiled, and `_look_back` inspects it.
         self._exchanges = compilation.strategy.collectives.world_size > 1
         self._looks_ahead = compiled is not None and not self._exchanges
         self._packs = False  # whether a batch's gradients are packed in one tensor
@@ -131,15 +133,13 @@ class JitUpdate:
         self._learning: list[nn.Parameter] = []  # those of them that have a gradient
         self._requires_grad: list[bool] = []
         self._is_known = False  # whether parameters are as they were when that was noted
+        self._loss: torch.Tensor | None = None  # of the last batch of which there are gradients
         self._gradients: Sequence[torch.Tensor] = ()
-        self.outcome: Outcome | None = None
-        self._after_update, self._learn_now = after_update, learn
         self._may_wait = True  # False while batches that have waited come once more
-        self.counted = 0
-        self._moves_rates = moves_rates
-        self._loops = self._programs.may_loop(self._traced.device)
+        self._moves_rates = self._apply.move_rates is not None
+        self._loops = self._kept.steps.may_loop(self._traced.device)
         self._most = most_steps(compilation.given.steps_per_execution, loops=self._loops)
-        self._joins_steps = self._may_join and joins_steps and self._most > 1
+        self._joins_steps = kept.may_join and joins_steps and self._most > 1
         self._joins_steps = self._joins_steps and compiled is not None
         self._keeps = compiled is not None and compiled.keeps_batches
         # Whether batches are pairs of tensors that need no move; None: to be asked again.
@@ -148,26 +148,52 @@ class JitUpdate:
         self._waiting: list[Waiting] = []  # to be computed in one call
         self._shapes: Any = None  # of the waiting batches
         self._steps_a_call = self._most
-        self.accumulates(False)
+        self._regroup()
 
-    def accumulates(self, is_part: bool) -> None:
-        """Set whether a batch is only a part of an update; if it is, `update` makes the update."""
-        self._is_part = is_part
+    def _regroup(self) -> None:
+        """Read how many batches make an update; if several do, the eager update makes it."""
+        self._accumulate, self._is_part = self._eager.accumulate, self._eager.is_part
+        self._apply.is_compiled = self._is_part
         self._check()
-        self._updates = self._optimizing.stopped is None and not is_part
+        self._updates = self._kept.update_stopped is None and not self._is_part
         self._batches = -1  # batches since one was inspected; -1 before that
+
+    @property
+    def is_between_updates(self) -> bool:
+        """Whether no batch waits for the rest of its group."""
+        return self._eager.is_between_updates
+
+    def peekable(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Return an epoch's batches, in an iterator that can look ahead if counts need that."""
+        return self._eager.peekable(batches)
+
+    def finish(self) -> None:
+        """Make the update of a group that is shorter than others, at the epoch's end."""
+        self._eager.finish()
 
     # ------------------------------------------------------------------ one batch
 
-    def __call__(self, batch: Batch, index: int) -> bool:
-        """Learn from a batch, or hold it until there are enough batches for one call.
+    def __call__(self, batch: Batch, index: int) -> None:
+        """Learn from a batch, or hold it until there are enough batches for one call."""
+        eager = self._eager
+        eager.begin()
+        if eager.accumulate != self._accumulate:
+            self._regroup()
+        if self._kept.stopped is not None:
+            eager(batch, index, begins=False)
+        elif not self._learn_compiled(batch, index):
+            # If the batch itself is wrong, the error is the same as without compiling.
+            with as_written(self._model):
+                outcome = eager(batch, index, begins=False)
+            if self._kept.stopped is None and self._batches < 0:
+                self._look_back(outcome)
+
+    def _learn_compiled(self, batch: Batch, index: int) -> bool:
+        """Learn from a batch by compiled functions, or hold it.
 
         Returns:
             Whether that was done. If not, nothing has changed.
         """
-        if self.stopped is not None:
-            return False
-        self.outcome = None
         if batch.samples == 0:
             self.flush()
             return False  # a placeholder batch must have no effect but its gradients
@@ -181,7 +207,7 @@ class JitUpdate:
             self._learn_each()
             self._learn_alone(batch, index)
             return True
-        return self.stopped is None and self._learn(batch, parts)
+        return self._kept.stopped is None and self._learn(batch, parts)
 
     def _learn(self, batch: Batch, parts: Parts) -> bool:
         """Learn from one batch on the device; return whether that could be done."""
@@ -206,26 +232,32 @@ class JitUpdate:
         loss, kept, gradients = found
         outcome = traced.note(batch, loss, kept, parts)
         if self._updates:
-            self._after_update()
+            self._apply.count()
             return True
         if traced.device != "cpu":  # a CUDA graph's next replay overwrites its results
             loss, gradients = trees.map_leaves(copied, (loss, gradients))
         if self._packs:
             *gradients, _ = unpack_gradients(gradients, self._learning)
         self._gradients = gradients
-        outcome.loss, outcome.outputs = loss.detach().requires_grad_(), None
-        self.outcome = outcome
+        outcome.loss = self._loss = loss.detach().requires_grad_()
+        outcome.outputs = None
+        eager = self._eager
+        before, eager.backward = eager.backward, self._backward
+        try:
+            eager.learn_from(batch, outcome)
+        finally:
+            eager.backward = before
         return True
 
     def _stop(self, error: UncompiledError) -> None:
         """Use no compiled functions for batches from now on, and warn."""
-        self.stopped = str(error)
+        self._kept.stopped = str(error)
         if isinstance(error, MisfitError):
             if not self._exchanges:  # otherwise it must be alike on all ranks, and fits
-                self._optimizing.stopped = self.stopped
-            compute_as_written(self._model, error)
+                self._kept.update_stopped = self._kept.stopped
+            self._net.give_up(self._model, error)
             return
-        update = self._is_part and self._optimizing.stopped is None
+        update = self._is_part and self._kept.update_stopped is None
         what = "the net and the update" if update else "the net alone"
         warn(f"jit_compile compiles {what}, not the whole step: {error}")
 
@@ -284,7 +316,7 @@ class JitUpdate:
         waiting, self._waiting = self._waiting, []
         while waiting:
             count = len(waiting)
-            if self._loops and not self._programs.is_steady(self._steps_a_call, self._shapes):
+            if self._loops and not self._kept.steps.is_steady(self._steps_a_call, self._shapes):
                 count = 1
             self._learn_in_one_call(waiting[:count])
             waiting = waiting[count:]
@@ -294,7 +326,7 @@ class JitUpdate:
         batches, ready = [batch for batch, _, _ in waiting], 0
         parts, samples = [parts for _, _, parts in waiting], batches[0].samples
         while ready < len(batches) and self._joins_steps and self._follows(ready):
-            self._after_update()  # each step's rates are known before the call
+            self._apply.count()  # each step's rates are known before the call
             ready += 1
         if ready == len(batches):
             assert isinstance(self._traced, TracedStep)
@@ -310,19 +342,27 @@ class JitUpdate:
             except UncompiledError as error:
                 if len(batches) == 1 or not self._loops:  # otherwise something has changed
                     self._join_no_more(error)
-        self.counted, groups = ready, self._optimizing.groups
+        # Schedules have moved on already. Each of these updates is counted when it is made.
+        state, apply, groups = self._model._fitkit.fit_state, self._apply, self._optimizing.groups
         following = [float(group.given["lr"]) for group in groups]
-        for number in range(len(batches) + 1):
-            if number <= ready:  # schedules have moved on already
-                for group, rate in zip(groups, following, strict=True):
-                    group.give(group.last[number] if number < ready else rate)
-            if number < len(batches):
+        state.updates -= ready
+        move_rates, apply.move_rates = apply.move_rates, None
+        try:
+            for number in range(ready):
+                for group in groups:
+                    group.give(group.last[number])
                 self._learn_alone(*waiting[number][:2])
+            for group, rate in zip(groups, following, strict=True):
+                group.give(rate)
+        finally:
+            apply.move_rates = move_rates
+        for batch, index, _ in waiting[ready:]:
+            self._learn_alone(batch, index)
 
     def _join_no_more(self, error: UncompiledError) -> None:
         """Compute each step in a call of its own; `_run` warns once such a call was made."""
-        self._may_join = self._joins_steps = False
-        self._why_alone = str(error)
+        self._kept.may_join = self._joins_steps = False
+        self._kept.why_alone = str(error)
 
     def flush(self) -> None:
         """Learn from the waiting batches. Code of the user's may run after that."""
@@ -332,7 +372,7 @@ class JitUpdate:
     def _check(self) -> None:
         """Compare everything at the next batch, because other code may run now."""
         self._is_known = False
-        self._programs.check()
+        self._kept.steps.check()
         self._optimizing.check()
 
     def _learn_each(self) -> None:
@@ -346,36 +386,29 @@ class JitUpdate:
         """Learn from a batch as if there were no calls of several; the caller does nothing more."""
         before, self._may_wait = self._may_wait, False
         try:
-            self._learn_now(batch, index)
+            self(batch, index)
         finally:
-            self._may_wait, self.outcome = before, None
+            self._may_wait = before
 
     # ------------------------------------------------------------------ gradients and updates
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def _backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of the last batch's loss, which may have been multiplied by a factor.
 
         Args:
-            loss: that of `outcome`, or its product with a factor.
+            loss: the batch's loss, or its product with a factor.
         """
-        assert self.outcome is not None and self.outcome.loss is not None
+        assert self._loss is not None
         with torch.no_grad():
             gradients: Sequence[torch.Tensor] = self._gradients
-            if loss is not self.outcome.loss:
-                (factor,) = torch.autograd.grad(loss, self.outcome.loss)
+            if loss is not self._loss:
+                (factor,) = torch.autograd.grad(loss, self._loss)
                 gradients = _weighted(gradients, factor)
             for parameter, gradient in zip(self._learning, gradients, strict=True):
                 if parameter.grad is None:
                     parameter.grad = gradient
                 else:
                     parameter.grad += gradient
-
-    def update(self) -> bool:
-        """Make the update of a complete group; return whether that was done."""
-        is_done = self._is_part and self._optimizing()
-        if self._optimizing.misfit is not None:  # on some rank
-            self.stopped = str(self._optimizing.misfit)
-        return is_done
 
     def _run(self, samples: int, *batches: Parts) -> Any:
         """Run the program for batches of these shapes; compile it if they are the first."""
@@ -390,17 +423,17 @@ class JitUpdate:
             except UncompiledError as error:
                 self._join_no_more(error)
         with traced.running():
-            found = self._programs.run(
+            found = self._kept.steps.run(
                 self._whole if len(batches) == 1 else self._together,
                 batches,
                 shapes_of(batch),
                 traced.device,
                 entered=traced.entered,
-                may_repeat=self._may_repeat and self._optimizing.stopped is None,
+                may_repeat=self._may_repeat and self._kept.update_stopped is None,
             )
-        if self._why_alone:
-            warn(f"jit_compile computes each step in a call of its own: {self._why_alone}")
-            self._why_alone = ""
+        if self._kept.why_alone:
+            warn(f"jit_compile computes each step in a call of its own: {self._kept.why_alone}")
+            self._kept.why_alone = ""
         return found
 
     def _run_loop(self, batches: Sequence[Parts]) -> tuple[torch.Tensor, Any, Parts]:
@@ -411,7 +444,7 @@ class JitUpdate:
         """
         traced, steps = self._traced, len(batches)
         whole = stacked([*batches, *[batches[0]] * (self._steps_a_call - steps)])
-        (losses, kept), _ = self._programs.run(
+        (losses, kept), _ = self._kept.steps.run(
             self._at_place,
             [(*whole, torch.tensor(steps))],
             self._shapes,
@@ -490,12 +523,7 @@ class JitUpdate:
             self._leave_optimizer_out("its settings change from step to step")
         return False
 
-    @property
-    def waits(self) -> bool:
-        """Whether the next batch must run without compiling, with a call of `look_back` after."""
-        return self.stopped is None and self._batches < 0
-
-    def look_back(self, outcome: Outcome) -> None:
+    def _look_back(self, outcome: Outcome) -> None:
         """Inspect an update that ran without compiling, to prepare the compilation of the next.
 
         Args:
@@ -543,7 +571,7 @@ class JitUpdate:
         Raises:
             UncompiledError: these gradients can't be compiled.
         """
-        self._programs.check()
+        self._kept.steps.check()
         _refuse_hooks(may_learn)
         if any(g is not None and g.layout is not torch.strided for g in gradients):
             raise UncompiledError("some gradients are sparse")
@@ -578,7 +606,7 @@ class JitUpdate:
     def _leave_optimizer_out(self, why: str) -> None:
         """Compile the step without the optimizer's part from now on, and warn."""
         self._updates = False
-        self._programs.clear()
+        self._kept.steps.clear()
         self._optimizing.stop(why)
 
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fitkit
-from fitkit.training.jit.net import compile_net
-from fitkit.training.jit.passes import EARLY, with_passes
+from fitkit.extras.jit.net import JitNet
+from fitkit.extras.jit.passes import EARLY, with_passes
 from tests.compiling import HAS_COMPILER
 
 pytestmark = HAS_COMPILER
@@ -95,7 +95,7 @@ def test_a_net_that_is_compiled_alone_keeps_its_factors(trains):
     model = fitkit.Model(Scaled())
     expected = model.net(x)
     (gradient,) = torch.autograd.grad(expected.square().sum(), model.net.mask)
-    compile_net(model, True)
+    JitNet(True).compile(model)
     with torch.set_grad_enabled(trains):
         found = model.net(x)
     assert torch.allclose(found, expected, atol=1e-5)

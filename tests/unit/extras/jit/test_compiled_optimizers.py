@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import fitkit
-from fitkit.training.jit.programs import traces_gradients
+from fitkit.extras.jit.programs import traces_gradients
 from tests.compiling import HAS_COMPILER, TRACED
 
 pytestmark = pytest.mark.skipif(not traces_gradients(), reason="this torch compiles no gradients")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fitkit.training.jit import loop
+from fitkit.extras.jit import loop
 
 EARLY = "joint_custom_pre_pass"
 """The compiler's option for what changes a graph before all of its patterns."""

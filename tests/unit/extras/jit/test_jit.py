@@ -10,7 +10,7 @@ from torch import nn
 
 import fitkit
 from fitkit.distributed.launchers.workers import end_workers
-from fitkit.training.jit.programs import Programs
+from fitkit.extras.jit.programs import Programs
 from tests.compiling import HAS_COMPILER
 
 torch.manual_seed(0)

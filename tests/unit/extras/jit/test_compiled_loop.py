@@ -8,8 +8,8 @@ import torch
 from torch import nn, optim
 
 import fitkit
-from fitkit.training.jit.loop import looped
-from fitkit.training.jit.programs import Programs, traces_gradients
+from fitkit.extras.jit.loop import looped
+from fitkit.extras.jit.programs import Programs, traces_gradients
 from tests.compiling import HAS_COMPILER, Branching, compiled_anew
 from tests.reference import assert_same_weights, plain_loop, slices
 
@@ -238,7 +238,7 @@ def test_a_layer_that_thaws_is_compiled_once_more(loops):
 
 
 def test_batches_too_large_for_one_place_make_shorter_calls(loops, monkeypatch):
-    monkeypatch.setattr("fitkit.training.jit.update.MOST_BYTES", 3 * 8 * 8 * (6 + 1))
+    monkeypatch.setattr("fitkit.extras.jit.update.MOST_BYTES", 3 * 8 * 8 * (6 + 1))
     model, plain = model_of(linear, jit_compile=True), model_of(linear)
     fit(model), fit(plain)
     assert_same_weights(model, plain, atol=1e-12)

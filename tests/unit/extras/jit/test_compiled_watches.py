@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize, prune
 
 import fitkit
-from fitkit.training.jit.programs import traces_gradients
+from fitkit.extras.jit.programs import traces_gradients
 
 pytestmark = [
     pytest.mark.skipif(not traces_gradients(), reason="this torch compiles no gradients"),

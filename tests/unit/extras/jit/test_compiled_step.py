@@ -9,10 +9,10 @@ from torch import nn, optim
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fitkit
-from fitkit.training.jit.graph_calls import GraphCalls
-from fitkit.training.jit.passes import faster
-from fitkit.training.jit.programs import traces_gradients
-from fitkit.training.jit.tracing import why_uncompiled
+from fitkit.extras.jit.graph_calls import GraphCalls
+from fitkit.extras.jit.passes import faster
+from fitkit.extras.jit.programs import traces_gradients
+from fitkit.extras.jit.tracing import why_uncompiled
 from tests.compiling import HAS_COMPILER, TRACED, Branching, compiled_anew, every_second
 
 pytestmark = pytest.mark.skipif(not traces_gradients(), reason="this torch compiles no gradients")
@@ -110,6 +110,17 @@ def test_a_compiled_step_gives_what_an_eager_one_gives(name, recwarn):
     assert compiled_anew() == 0  # in the second fit
     assert not [str(w.message) for w in recwarn if "jit_compile" in str(w.message)]
     assert_same((model, histories), plain)
+
+
+@pytest.mark.parametrize("name", ["batch normalisation", "several batches an update"])
+def test_switched_off_the_same_is_computed_as_written(name, monkeypatch):
+    case = {**CASES[name], "optimizer": NESTEROV, "steps_per_execution": 2}
+    compiled = trained(case, jit_compile=TRACED)
+    monkeypatch.setattr("fitkit.training.compiler.IS_ON", False)
+    off = trained(case, jit_compile=TRACED)
+    assert off[0]._fitkit.compiler is None and compiled[0]._fitkit.compiler is not None
+    assert_same(off, trained(case), tolerance=0)
+    assert_same(compiled, off)
 
 
 @pytest.mark.parametrize(
@@ -399,6 +410,23 @@ def test_norms_of_gradients_are_those_of_eager_steps():
     assert_same(run(jit_compile=TRACED), run())
 
 
+def test_a_fit_within_a_fit_leaves_the_outer_one_its_steps():
+    class FitsOnce(fitkit.callbacks.Callback):
+        done = False
+
+        def on_train_batch_end(self, batch, logs=None):
+            if not self.done:
+                self.done = True
+                self.model.fit(X[:16], Y[:16], batch_size=8, verbose=0, shuffle=False)
+
+    def run(**more):
+        model = model_of(optimizer="adam", **more)
+        options = {"batch_size": 8, "epochs": 2, "verbose": 0, "callbacks": [FitsOnce()]}
+        return model, [model.fit(X[:48], Y[:48], **options).history]
+
+    assert_same(run(jit_compile=TRACED), run())
+
+
 def test_other_settings_are_compiled_anew_and_a_copy_compiles_for_itself(capsys):
     """What is compiled is said, with its seconds."""
     options = {"x": X[:48], "y": Y[:48], "batch_size": 8, "verbose": 2}
@@ -406,9 +434,9 @@ def test_other_settings_are_compiled_anew_and_a_copy_compiles_for_itself(capsys)
     model.fit(**options)
     assert capsys.readouterr().out.count("compiling the step …") == 1
     twin = copy.deepcopy(model)
-    assert twin._fitkit.jit_update is None
+    assert not twin._fitkit.compiler.of_updates.steps._compiled
     model.compile(loss="nll_loss")
-    assert model._fitkit.jit_update is None
+    assert not model._fitkit.compiler.of_updates.steps._compiled
     twin.fit(**options)
     assert capsys.readouterr().out.count("compiling the step …") == 1
 
@@ -429,14 +457,14 @@ def test_half_precision_accumulation_and_clipping_go_together(options):
         return model, [history]
 
     compiled = run(jit_compile=TRACED)
-    assert compiled[0]._fitkit.jit_update.stopped is None
+    assert compiled[0]._fitkit.compiler.of_updates.stopped is None
     assert_same(compiled, run(), 2e-2 if options.get("precision") == "bf16-true" else 1e-5)
 
 
 def test_with_dynamic_shapes_a_last_batch_of_another_length_shares_the_program():
     case = {"net": lambda: nn.Linear(6, 3), "optimizer": "sgd", "rows": 53}
     compiled = trained(case, jit_compile={**TRACED, "dynamic": True})
-    assert len(compiled[0]._fitkit.jit_update._programs._compiled) == 1
+    assert len(compiled[0]._fitkit.compiler.of_updates.steps._compiled) == 1
     assert_same(compiled, trained(case))
 
 
@@ -445,7 +473,7 @@ def test_with_dynamic_shapes_a_last_batch_of_another_length_shares_the_program()
 def test_a_mode_of_torchs_compiler_computes_the_same():
     case = {"net": lambda: nn.Linear(6, 3), "optimizer": "sgd"}
     compiled = trained(case, jit_compile={"mode": "max-autotune"})
-    assert compiled[0]._fitkit.jit_update.stopped is None
+    assert compiled[0]._fitkit.compiler.of_updates.stopped is None
     assert_same(compiled, trained(case))
 
 
@@ -462,7 +490,7 @@ def test_torchs_own_compiler_computes_the_whole_step():
     one, other = trained(options), trained(options)
     assert compiled_anew() == 0
     assert_same(one, other, tolerance=0)
-    assert one[0]._fitkit.jit_update.stopped is None
+    assert one[0]._fitkit.compiler.of_updates.stopped is None
 
 
 @HAS_COMPILER

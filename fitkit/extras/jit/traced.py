@@ -12,15 +12,23 @@ from typing import Any
 import torch
 
 from fitkit import trees
-from fitkit.data.batches import Batch
-from fitkit.losses import Term, checked_count
-from fitkit.module import Module
+from fitkit.accelerators import number_of
+from fitkit.extras.jit.graph_calls import Parts
+from fitkit.extras.jit.programs import copied
+from fitkit.extras.jit.tracing import UncompiledError
 from fitkit.samples import samples_in
-from fitkit.training.jit.graph_calls import Parts
-from fitkit.training.jit.programs import copied
-from fitkit.training.jit.tracing import UncompiledError
-from fitkit.training.own_step import OwnStep, loss_in, said_count
-from fitkit.training.step import CompiledStep, Outcome, is_plain_wrapper, number_of
+from fitkit.seams import (
+    Batch,
+    CompiledStep,
+    Module,
+    Outcome,
+    OwnStep,
+    Term,
+    checked_count,
+    is_plain_wrapper,
+    loss_in,
+    said_count,
+)
 
 
 class TracedStep:

@@ -10,22 +10,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fitkit import trees
-from fitkit.data.batches import Batch
 from fitkit.errors import warn
-from fitkit.module import Module
-from fitkit.training.jit.graph_calls import Parts
-from fitkit.training.jit.net import as_written, compute_as_written
-from fitkit.training.jit.programs import (
+from fitkit.extras.jit.graph_calls import Parts
+from fitkit.extras.jit.net import JitNet, as_written
+from fitkit.extras.jit.programs import (
     FEWEST_TOGETHER,
     Programs,
-    compiles_steps,
     copied,
     shapes_of,
 )
-from fitkit.training.jit.proof import MisfitError
-from fitkit.training.jit.traced import TracedStep
-from fitkit.training.jit.tracing import UncompiledError
-from fitkit.training.step import CompiledStep, Outcome
+from fitkit.extras.jit.proof import MisfitError
+from fitkit.extras.jit.traced import TracedStep
+from fitkit.extras.jit.tracing import UncompiledError
+from fitkit.seams import Batch, CompiledStep, Module, Outcome, Take
 
 FEWEST_FUSED = 24
 """The fewest fusible operations for which a net is compiled with one batch a call.
@@ -55,9 +52,6 @@ This bounds the compilation's time (a net 32-64-10 with 16 batches: some 10 s).
 MOST_TOGETHER = 16
 """The most batches in one call; with so many, the call itself adds a twentieth to their time."""
 
-Take = Callable[[Batch, Outcome], None]
-"""What receives a batch with its outcome."""
-
 
 class JitPass:
     """Computes a pass's batches by compiled functions, from the second batch on.
@@ -68,25 +62,23 @@ class JitPass:
     more batches of other lengths, they share one program for any length. A net of few operations
     isn't compiled for calls of one batch.
 
-    The programs stay with the model, so a second pass compiles nothing.
-
     Args:
         model: the model to evaluate.
         step: computes a batch without compiling.
         take: receives the batches with their outcomes, in their order.
-        is_announced: whether to print that something is being compiled.
+        programs: those of earlier passes of this kind, so that nothing is compiled twice.
+        net: what is given up if numbers differ.
     """
 
     def __init__(
-        self, model: Module, step: CompiledStep, take: Take, *, is_announced: bool
+        self, model: Module, step: CompiledStep, take: Take, programs: Programs, net: JitNet
     ) -> None:
-        compilation = model._fitkit.compilation
         self._model, self._step, self._traced = model, step, TracedStep(model, step)
         self._take = take
         self._predicts = step.loss is None
-        self._programs = programs_of(model, "prediction" if self._predicts else "evaluation")
-        self._programs.is_announced = is_announced
-        self._most = compilation.given.steps_per_execution
+        self._programs, self._net = programs, net
+        self._rest = contextlib.ExitStack()  # runs the net as written until the pass ends
+        self._most = model._fitkit.compilation.given.steps_per_execution
         self._together = 1
         self._function: Callable[..., Any] = self._computed
         self._joins = self._keeps = self._leaves = False
@@ -98,7 +90,7 @@ class JitPass:
         self.stopped: bool = False
 
     def first(self, batch: Batch, index: int) -> Outcome:
-        """Make a pass's first step without compiling; it checks everything."""
+        """Make the first step without compiling; it checks everything."""
         step, forward, seen = self._step, self._step.forward, _Operations()
 
         def counted(*given: Any, **named: Any) -> Any:
@@ -116,34 +108,22 @@ class JitPass:
         self._programs.operations = seen.count, seen.fused
         return found
 
-    def gains(self, *, keeps: bool) -> bool:
-        """Return whether to compile the batches from the second on; call this after the first.
-
-        Args:
-            keeps: whether the batches are rows of arrays, and no other code runs between them.
-        """
-        self._may_repeat = keeps
-        if not self._predicts:
-            self._traced.look_at_metrics()
-            self._may_repeat = keeps and self._traced.may_join
-        operations, fused = self._programs.operations or (1, 0)
-        most = min(self._most, MOST_TOGETHER, MOST_OPERATIONS // max(operations, 1))
-        if self._most >= FEWEST_TOGETHER and most > 1:
-            self._together = 1 << (most.bit_length() - 1)
-            return True
-        self._together = 1
-        return fused >= FEWEST_FUSED or (self._may_repeat and operations >= FEWEST_OPERATIONS)
-
-    def after_first(self, first: Batch, *, keeps: bool) -> Callable[[Batch, int], Outcome | None]:
+    def after_first(
+        self, first: Batch, *, keeps: bool, users_look: bool
+    ) -> Callable[[Batch, int], Outcome | None]:
         """Return the function that makes the steps from the second on.
 
         Args:
             first: the first batch.
             keeps: whether the batches' memory stays unchanged until the pass ends.
+            users_look: whether other code runs between batches.
         """
+        step = self._step
+        if not step.wrapped.is_bare or not self._gains(keeps and not users_look):
+            self._rest.enter_context(as_written(self._model))
+            return step
         self._keeps = keeps
         self._programs.check()
-        step = self._step
         if self._predicts:
             self._function = self._predicted
         else:
@@ -156,6 +136,24 @@ class JitPass:
         parts = (*first.data, None) if self._leaves else step.moved_parts(first.data)
         self._shapes = shapes_of(parts)
         return self
+
+    def _gains(self, may_repeat: bool) -> bool:
+        """Return whether to compile the batches from the second on.
+
+        Args:
+            may_repeat: whether batches are rows of arrays, and no other code runs between them.
+        """
+        self._may_repeat = may_repeat
+        if not self._predicts:
+            self._traced.look_at_metrics()
+            self._may_repeat = may_repeat and self._traced.may_join
+        operations, fused = self._programs.operations or (1, 0)
+        most = min(self._most, MOST_TOGETHER, MOST_OPERATIONS // max(operations, 1))
+        if self._most >= FEWEST_TOGETHER and most > 1:
+            self._together = 1 << (most.bit_length() - 1)
+            return True
+        self._together = 1
+        return fused >= FEWEST_FUSED or (self._may_repeat and operations >= FEWEST_OPERATIONS)
 
     def __call__(self, batch: Batch, index: int = 0) -> Outcome | None:
         """Compute a batch, or hold it until there are enough batches for one call.
@@ -192,6 +190,10 @@ class JitPass:
         for batch in held:
             self._run_plainly(batch)
 
+    def close(self) -> None:
+        """End the pass: the net is called as before."""
+        self._rest.close()
+
     def _run(self, held: list[Batch], batches: list[Parts], shapes: Any) -> None:
         """Compute some batches in one call.
 
@@ -214,7 +216,7 @@ class JitPass:
                 self._run_plainly(batch)  # raises the error if the batch itself is wrong
             self.stopped = True
             if isinstance(error, MisfitError):
-                compute_as_written(self._model, error)
+                self._net.give_up(self._model, error)
                 return
             warn(f"jit_compile compiles the net alone in {self._programs.what}: {error}")
             return
@@ -266,28 +268,3 @@ class _Operations(TorchDispatchMode):
             outputs = found[0] if isinstance(found, (tuple, list)) else found
             self.fused += max(1, outputs.numel() // SMALL)
         return found
-
-
-def jit_pass(model: Module, step: Any, take: Take, *, is_announced: bool) -> JitPass | None:
-    """Return a `JitPass` for a pass's batches, if `compile` asks for compiled functions.
-
-    Returns None if the model has its own step, or moves batches itself. Returns None also if
-    something wraps the net (replicas, shards).
-    """
-    compilation = model._fitkit.compilation
-    if not compiles_steps(compilation.given.jit_compile) or model._fitkit.uncompiled is not None:
-        return None
-    if not isinstance(step, CompiledStep) or not step.wrapped.is_bare:
-        return None
-    if compilation.strategy.evaluates_in_step or not step.mover.is_ours:
-        return None
-    return JitPass(model, step, take, is_announced=is_announced)
-
-
-def programs_of(model: Module, what: str) -> Programs:
-    """Return the programs that a model keeps for passes of one kind."""
-    kept = model._fitkit.jit_passes
-    found = kept.get(what)
-    if not isinstance(found, Programs):  # a copy of a model has None here
-        found = kept[what] = Programs(model._fitkit.compilation.given.jit_compile, f"the {what}")
-    return found

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fitkit
-from fitkit.training.jit import evaluation
-from fitkit.training.jit.graph_calls import GraphCalls
+from fitkit.extras.jit import evaluation
+from fitkit.extras.jit.graph_calls import GraphCalls
 from tests.compiling import TRACED, Branching, compiled_anew, every_second
 
 torch.manual_seed(0)
@@ -259,6 +259,6 @@ def test_what_is_compiled_is_said_and_a_copy_compiles_for_itself(capsys):
     model = model_of(jit_compile=TRACED)
     model.evaluate(X, Y, batch_size=8, verbose=2)
     assert capsys.readouterr().out.count("compiling the evaluation …") == 1
-    assert copy.deepcopy(model)._fitkit.jit_passes["evaluation"] is None
+    assert not copy.deepcopy(model)._fitkit.compiler.of_passes
     model.compile(loss="nll_loss")
-    assert not model._fitkit.jit_passes
+    assert not model._fitkit.compiler.of_passes

@@ -17,14 +17,11 @@ import torch
 from torch.nn.modules.module import _has_any_global_hook
 
 from fitkit import trees
-from fitkit.hooks import has_own_steps, overridden
-from fitkit.module import Module
-from fitkit.optimizers import needs_closure
-from fitkit.training.jit.graph_calls import GraphCalls
-from fitkit.training.jit.net import give_own_code
-from fitkit.training.jit.passes import faster, with_passes
-from fitkit.training.jit.proof import Backend
-from fitkit.training.jit.tracing import UncompiledError, compiled, why_uncompiled
+from fitkit.extras.jit.graph_calls import GraphCalls
+from fitkit.extras.jit.net import give_own_code
+from fitkit.extras.jit.passes import faster, with_passes
+from fitkit.extras.jit.proof import Backend
+from fitkit.extras.jit.tracing import UncompiledError, compiled, why_uncompiled
 
 ON_CPU = {"size_asserts": False}
 """Options of torch's compiler, besides the user's, on a CPU.
@@ -57,8 +54,6 @@ compile.
 class Programs:
     """Compiled functions, one for each shape of batches and each number of batches in a call.
 
-    A copy of the model gets none of them, and compiles its own.
-
     Args:
         options: the options for `torch.compile`.
         what: the name of what is compiled, for messages.
@@ -77,9 +72,6 @@ class Programs:
         self._graphs: dict[Any, GraphCalls] = {}
         self.is_announced = False
         self.operations: tuple[int, int] | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()
 
     def clear(self) -> None:
         """Drop all programs, so that they are compiled again."""
@@ -203,29 +195,35 @@ class Programs:
         return compiled(program, **options)
 
 
+class UpdatePrograms:
+    """What is compiled of a model's updates, and what can't be. One `fit` leaves it to the next.
+
+    Args:
+        options: the options for `torch.compile`.
+
+    Attributes:
+        steps: compute batches, with their updates or without.
+        updates: make updates from gradients.
+        stopped: why batches are computed as written; None while they aren't.
+        update_stopped: why updates are made as written; None while they aren't.
+        may_join: whether several steps can be computed in one call.
+        why_alone: why not, until that is said.
+    """
+
+    def __init__(self, options: bool | dict[str, Any]) -> None:
+        self.steps: Programs = Programs(options, "the step")
+        self.updates: Programs = Programs(options, "the update")
+        self.stopped: str | None = None
+        self.update_stopped: str | None = None
+        self.may_join: bool = True
+        self.why_alone: str = ""
+
+
 def compiles_steps(options: bool | dict[str, Any]) -> bool:
     """Whether `jit_compile` asks for compiled steps; a callable backend compiles only the net."""
     if isinstance(options, bool):
         return options
     return not options.get("disable") and not callable(options.get("backend"))
-
-
-def compiles_updates(model: Module) -> bool:
-    """Whether the model's options, hooks and optimizers allow compiled updates."""
-    compilation, state = model._fitkit.compilation, model._fitkit.fit_state
-    strategy = compilation.strategy
-    if not compiles_steps(compilation.given.jit_compile) or not model._updates_all:
-        return False
-    if model._fitkit.uncompiled is not None:
-        return False
-    if strategy.precision.scaler(strategy.device) is not None:
-        return False
-    if compilation.given.sync_batchnorm and strategy.collectives.world_size > 1:
-        return False
-    moves_batches = overridden(model, "transfer_batch_to_device")
-    if moves_batches and has_own_steps(model, "training"):
-        return False
-    return not any(map(needs_closure, state.optimizers))
 
 
 def most_steps(steps_per_execution: int, *, loops: bool) -> int:
@@ -272,7 +270,3 @@ def _compilers_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo import exc  # takes a second, so only users who compile wait for it
 
     return UncompiledError, exc.TorchDynamoException, exc.FailOnRecompileLimitHit
-
-
-def _nothing() -> None:
-    return None

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import fitkit
-from fitkit.training.jit.programs import traces_gradients
+from fitkit.extras.jit.programs import traces_gradients
 from tests.compiling import HAS_COMPILER, TRACED, Branching
 
 pytestmark = [

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fitkit
-from fitkit.training.jit.programs import traces_gradients
+from fitkit.extras.jit.programs import traces_gradients
 from tests.compiling import TRACED, compiled_anew
 
 pytestmark = pytest.mark.skipif(not traces_gradients(), reason="this torch compiles no gradients")
@@ -110,7 +110,7 @@ def test_a_step_of_ones_own_learns_and_logs_the_same(kind, options, recwarn):
     compiled = trained(kind, **options, jit_compile=TRACED)
     assert compiled_anew() == 0  # in the second fit
     assert not [w for w in recwarn if "jit_compile" in str(w.message)]
-    assert compiled[0]._fitkit.jit_update.stopped is None
+    assert compiled[0]._fitkit.compiler.of_updates.stopped is None
     assert_same(compiled, plain)
 
 

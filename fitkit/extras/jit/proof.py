@@ -21,8 +21,8 @@ from torch import fx, nn
 
 from fitkit import trees
 from fitkit.accelerators import widest_dtype
+from fitkit.extras.jit.tracing import UncompiledError, why_uncompiled
 from fitkit.random_states import random_state, set_random_state
-from fitkit.training.jit.tracing import UncompiledError, why_uncompiled
 
 IS_ON = True
 """Whether graphs are compared; tests set it."""
