@@ -13,6 +13,7 @@ registry also knows the names that installed packages add by entry points.
 | a precision | `Precision` | `PRECISIONS` |
 | a loss, a metric | a function, a torchmetrics class | `LOSSES`, `METRICS` |
 | an optimizer, a schedule | torch's classes | `OPTIMIZERS`, `SCHEDULERS` |
+| a kind of network | `Guest` | `GUESTS` |
 | a format of weight files | `WeightFormat` | `FORMATS` |
 """
 
@@ -152,6 +153,8 @@ from fitkit.distributed.strategies.ddp import DDPWrapper
 from fitkit.distributed.strategies.engine import Engine, norm_of
 from fitkit.distributed.world import RankGroup, World, enter
 from fitkit.distributed.wrapped_model import StepRouter, WrappedModel
+from fitkit.guests import GUESTS, Guest, guest_of
+from fitkit.losses.compiled import Term
 from fitkit.losses.formulas import classes, elements
 from fitkit.losses.names import LOSSES, Definition
 from fitkit.metrics.conversions import as_given, matched
@@ -167,6 +170,7 @@ from fitkit.optimizers import (
     first_rate,
     put_rate,
 )
+from fitkit.pickling import REDUCERS
 from fitkit.schedulers import SCHEDULERS
 
 __all__ = [
@@ -177,10 +181,12 @@ __all__ = [
     "FORMAT_VERSION",
     "FSDP",
     "FUSED",
+    "GUESTS",
     "LOSSES",
     "METRICS",
     "OPTIMIZERS",
     "PRECISIONS",
+    "REDUCERS",
     "SCHEDULERS",
     "STRATEGIES",
     "SUFFIXES",
@@ -194,6 +200,7 @@ __all__ = [
     "DDPWrapper",
     "Definition",
     "Engine",
+    "Guest",
     "HeldInterrupts",
     "JSONLinesFile",
     "LoaderSource",
@@ -216,6 +223,7 @@ __all__ = [
     "StoredFile",
     "Strategy",
     "Table",
+    "Term",
     "TextFile",
     "WeightFormat",
     "WeightSource",
@@ -253,6 +261,7 @@ __all__ = [
     "from_rank_zero",
     "gather",
     "groups_of",
+    "guest_of",
     "held_by",
     "hook_of",
     "is_folder_name",
