@@ -35,6 +35,15 @@ class Place(NamedTuple):
             current.copy_(value)
 
 
+def part_at(module: nn.Module, path: str) -> nn.Module:
+    """The submodule at a path, past attributes: `model.net` may be another library's network."""
+    for name in path.split(".") if path else ():
+        part = module._modules[name]
+        assert part is not None
+        module = part
+    return module
+
+
 def places_of(module: nn.Module, *, buffers: bool = True) -> dict[str, Place]:
     """The places of a module's parameters and buffers, by name. Shared ones come once."""
     names = [name for name, _ in module.named_parameters()]
@@ -42,7 +51,7 @@ def places_of(module: nn.Module, *, buffers: bool = True) -> dict[str, Place]:
     found = {}
     for name in names:
         prefix, _, key = name.rpartition(".")
-        part = module.get_submodule(prefix)
+        part = part_at(module, prefix)
         held: Any = part._parameters if key in part._parameters else part._buffers
         found[name] = Place(held, key)
     return found
@@ -66,4 +75,4 @@ def resize_buffers(module: nn.Module, state: Mapping[str, Any]) -> None:
         value = state.get(name)
         if isinstance(value, torch.Tensor) and value.shape != buffer.shape:
             prefix, _, key = name.rpartition(".")
-            module.get_submodule(prefix)._buffers[key] = buffer.new_empty(value.shape)
+            part_at(module, prefix)._buffers[key] = buffer.new_empty(value.shape)

@@ -98,6 +98,9 @@ CODES = {
     "FK071": "a callback in two running calls of fit",
     "FK072": "compiled code that gives other numbers",
     "FK073": "a failure of torch's compiler",
+    "FK080": "Keras on another backend than torch",
+    "FK081": "what a Keras network can't be trained with",
+    "FK082": "an object of Keras without an equal one",
 }
 """What each code stands for. A code is never used again for something else."""
 

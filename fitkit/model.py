@@ -26,12 +26,13 @@ from fitkit.compilation import (
     is_given,
     without_gpus,
 )
-from fitkit.data.sources import check_is_one_set
+from fitkit.data.sources import check_is_one_set, first_inputs
 from fitkit.distributed.launchers import InlineLauncher, Launcher
 from fitkit.distributed.precision import Precision
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ArgumentTypeError
 from fitkit.fit_state import FitState
+from fitkit.guests import as_net, as_ours, guest_of, warn_of_parts
 from fitkit.hooks import STAGES, check_callbacks, check_steps, overridden
 from fitkit.losses.class_weights import ClassWeights
 from fitkit.model_names import GivesWay, NotHere, check_attribute, check_definitions, public_names
@@ -114,6 +115,7 @@ class Model(Module):
             raise ArgumentTypeError(
                 f"net is the class {net.__name__}, not a network. Write {net.__name__}(…)."
             )
+        net = as_net(net)
         if net is not None and not isinstance(net, nn.Module):
             raise ArgumentTypeError(f"net={describe(net)} must be a torch.nn.Module.")
         if isinstance(net, Model):
@@ -334,12 +336,14 @@ class Model(Module):
         devices, accelerator = without_gpus(gpus, devices, accelerator)
         record, was = self._fitkit, self._fitkit.compilation.given
         given = CompileArguments(
-            optimizer=given_or(optimizer, was.optimizer),
-            loss=given_or(loss, was.loss),
-            metrics=given_or(metrics, was.metrics),
+            optimizer=given_or(as_ours("optimizer", optimizer), was.optimizer),
+            loss=given_or(as_ours("loss", loss), was.loss),
+            metrics=given_or(as_ours("metrics", metrics), was.metrics),
             learning_rate=given_or(learning_rate, was.learning_rate),
             loss_weights=given_or(loss_weights, was.loss_weights),
-            weighted_metrics=given_or(weighted_metrics, was.weighted_metrics),
+            weighted_metrics=given_or(
+                as_ours("weighted_metrics", weighted_metrics), was.weighted_metrics
+            ),
             target=given_or(target, was.target),
             lr_scheduler=given_or(lr_scheduler, was.lr_scheduler),
             devices=given_or(devices, was.devices),
@@ -380,6 +384,8 @@ class Model(Module):
         else:  # what was compiled is for the settings before
             record.compiler = copy.copy(record.compiler)
         record.compilation = compilation
+        if (guest := guest_of(self)) is not None:
+            guest.check(self)
         if anew.optimizer:
             record.fit_state.drop_optimizers()
         if anew.scheduler:
@@ -1156,11 +1162,17 @@ def _prepared(model: Model, arguments: Arguments) -> Arguments:
     has_steps = any(overridden(model, f"{stage}_step") for stage in STAGES)
     if model.net is None and type(model).forward is Module.forward and not has_steps:
         model.forward()  # says what is missing
-    return arguments.prepared(
+    found = arguments.prepared(
         compilation.strategy.precision.input_dtype(model),
         compilation.strategy.data_rank_count,
         compilation.given.effective_batch_size,
     )
+    if (guest := guest_of(model)) is not None:
+        guest.check(model)
+        guest.prepare(lambda: first_inputs(found.source))
+    elif not has_steps:
+        warn_of_parts(model)
+    return found
 
 
 def _resumed(model: Model, arguments: FitArguments, path: FilePath) -> FitArguments:

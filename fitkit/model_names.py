@@ -16,6 +16,7 @@ from fitkit import trees
 from fitkit.callbacks.history import History
 from fitkit.errors import ConfigurationError
 from fitkit.foreign_names import instead
+from fitkit.guests import Guest
 from fitkit.module import Module
 
 
@@ -96,6 +97,8 @@ def count_params(model: Module) -> int:
 def layers(model: Module) -> list[nn.Module]:
     """The net's first-level layers, in a new list each time."""
     net = model._weights_module()
+    if isinstance(net, Guest):
+        return list(getattr(net.given, "layers", [net.given]))
     return [layer for layer in net.children() if layer is not None] or [net]
 
 

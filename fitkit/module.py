@@ -19,6 +19,7 @@ from fitkit.accelerators import widest_dtype
 from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.foreign_names import instead
+from fitkit.guests import Guest
 from fitkit.losses import checked_count
 from fitkit.optimizers import held_by
 from fitkit.record import LogOptions as LogOptions
@@ -139,7 +140,8 @@ class Module(nn.Module):
         own = self.__dict__
         for place in ("_parameters", "_buffers", "_modules"):
             if place in own and name in own[place]:
-                return own[place][name]
+                found = own[place][name]
+                return found.given if name == "net" and isinstance(found, Guest) else found
         sentence = instead("fitkit.Model", name)
         missing = f"{type(self).__name__!r} object has no attribute {name!r}"
         raise AttributeError(f"{missing}. {sentence}" if sentence else missing)
@@ -157,10 +159,11 @@ class Module(nn.Module):
 
     def _weights_module(self) -> nn.Module:
         """The module whose names weight files use: the net, if the model only wraps it."""
-        if isinstance(self.net, nn.Module) and list(self._modules) == ["net"]:
+        net = self._modules.get("net")
+        if isinstance(net, nn.Module) and list(self._modules) == ["net"]:
             beside = [*self.parameters(recurse=False), *self.buffers(recurse=False)]
             if not beside:
-                return self.net
+                return net
         return self
 
     # ------------------------------------------------------------------ steps

@@ -1,9 +1,10 @@
-"""Pickles that machines without the accelerator can read: their tensors are in main memory."""
+"""Pickles: for machines without the accelerator, and for workers, of others' objects."""
 
 from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -12,6 +13,20 @@ import torch
 from fitkit.accelerators import is_accelerator
 
 _AS_THEY_ARE = (type, FunctionType, BuiltinFunctionType, ModuleType)
+
+REDUCERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {}
+"""How objects of a class travel to workers, if their own `__reduce__` would lose something.
+
+A function returns what `__reduce__` would. It holds for subclasses, too.
+"""
+
+
+def reduced_for_workers(value: object) -> tuple[Any, ...] | None:
+    """How a value travels by `REDUCERS`; None if they don't say."""
+    for kind, reduce in REDUCERS.items():
+        if isinstance(value, kind):
+            return reduce(value)
+    return None
 
 
 def in_main_memory(value: Any) -> Any:

@@ -13,6 +13,7 @@ registry also knows the names that installed packages add by entry points.
 | a precision | `Precision` | `PRECISIONS` |
 | a loss, a metric | a function, a torchmetrics class | `LOSSES`, `METRICS` |
 | an optimizer, a schedule | torch's classes | `OPTIMIZERS`, `SCHEDULERS` |
+| a kind of network | `Guest` | `GUESTS` |
 | a format of weight files | `WeightFormat` | `FORMATS` |
 """
 
@@ -161,6 +162,7 @@ from fitkit.distributed.strategies.ddp import DDPWrapper
 from fitkit.distributed.strategies.engine import Engine, norm_of
 from fitkit.distributed.world import RankGroup, World, counting_connections, enter
 from fitkit.distributed.wrapped_model import DividedModel, StepRouter, WrappedModel
+from fitkit.guests import GUESTS, Guest, guest_of
 from fitkit.hooks import has_own_steps, overridden
 from fitkit.losses import CompiledLoss, Term, checked_count
 from fitkit.losses.formulas import classes, elements
@@ -182,6 +184,7 @@ from fitkit.optimizers import (
     needs_closure,
     put_rate,
 )
+from fitkit.pickling import REDUCERS
 from fitkit.schedulers import SCHEDULERS
 from fitkit.training.applier import Applier
 from fitkit.training.compiler import Compiler, PassSteps, Take, Updates
@@ -199,11 +202,13 @@ __all__ = [
     "FORMAT_VERSION",
     "FSDP",
     "FUSED",
+    "GUESTS",
     "HOW",
     "LOSSES",
     "METRICS",
     "OPTIMIZERS",
     "PRECISIONS",
+    "REDUCERS",
     "SCHEDULERS",
     "STRATEGIES",
     "SUFFIXES",
@@ -226,6 +231,7 @@ __all__ = [
     "DrawnSource",
     "Elsewhere",
     "Engine",
+    "Guest",
     "HeldInterrupts",
     "JSONLinesFile",
     "LoaderSource",
@@ -296,6 +302,7 @@ __all__ = [
     "from_rank_zero",
     "gather",
     "groups_of",
+    "guest_of",
     "has_own_steps",
     "held_by",
     "hook_of",

@@ -33,7 +33,13 @@ from fitkit.data.arrays import (
     samples_between,
     wide_dtype,
 )
-from fitkit.data.batches import Source, check_weights, marked, warn_of_second_target
+from fitkit.data.batches import (
+    Source,
+    check_weights,
+    marked,
+    unpack_batch,
+    warn_of_second_target,
+)
 from fitkit.data.loaders import (
     ReadInOrder,
     batches_by_index,
@@ -56,6 +62,34 @@ from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 from fitkit.samples import samples_among
 
 DEFAULT_BATCH_SIZE = 32
+
+
+def first_inputs(source: Source) -> Any:
+    """The inputs of a first batch, or of its first sample, read without a trace.
+
+    Raises:
+        ConfigurationError: the data can be read only once.
+    """
+    with torch.random.fork_rng(devices=[]):
+        if isinstance(source, ArraySource):
+            batch = source.take(torch.arange(min(source.samples, 2)))
+        elif isinstance(source, LoaderSource):
+            batch = _first_of(source.loader)
+        elif isinstance(source, IterableSource) and source.repeatable:
+            batch = next(iter(source.iterable))
+        else:
+            raise ConfigurationError(
+                "The net has no weights before its first batch, and these data can be read only "
+                "once. Call the net on a batch before fit."
+            )
+    return unpack_batch(batch)[0]
+
+
+def _first_of(loader: DataLoader[Any]) -> Any:
+    """A loader's first sample as a batch; its first batch, if it has no samples by number."""
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+        return next(iter(loader.dataset))
+    return loader.collate_fn([loader.dataset[0]])
 
 
 def targets_of(source: Source) -> Any:

@@ -22,6 +22,7 @@ from fitkit.seams import (
     Module,
     as_parts,
     groups_of,
+    guest_of,
     put_rate,
     run_of,
     share_buffers,
@@ -424,6 +425,11 @@ class StochasticWeightAveraging(Callback):
         if self._first >= epochs:
             raise ConfigurationError(
                 f"swa_epoch_start={start} is after the last epoch: fit has epochs={epochs}."
+            )
+        if self.bn_data is not None and guest_of(self.model) is not None:
+            raise ConfigurationError(
+                "bn_data renews the statistics of torch's batch normalization, and this net has "
+                "its own. Leave bn_data out: then they are averaged like the weights."
             )
         self._targets()
         self.add_cleanup(self._leave)

@@ -24,6 +24,7 @@ from fitkit.data.arrays import (
 )
 from fitkit.data.batches import Batch, check_weights
 from fitkit.data.sources import array_batch, check_data_type
+from fitkit.guests import guest_of
 from fitkit.hooks import STEP_HOOKS, evaluation_stage
 from fitkit.losses.class_weights import ClassWeights
 from fitkit.modes import (
@@ -323,6 +324,9 @@ def _ready(
         arrays: the batch's inputs, targets and weights, as the user gave them.
     """
     if kept is None or not kept.holds(model):
+        if (guest := guest_of(model)) is not None:
+            guest.check(model)
+            guest.prepare(lambda: arrays[0])
         dtype = model._fitkit.compilation.strategy.precision.input_dtype(model)
         return None, as_batch(arrays, dtype)
     step = kept.step

@@ -26,6 +26,7 @@ from fitkit.distributed.strategies import Strategy
 from fitkit.distributed.sync_batchnorm import Synchronization
 from fitkit.distributed.wrapped_model import DividedModel, WrappedModel
 from fitkit.errors import ConfigurationError
+from fitkit.guests import Guest, guest_of
 from fitkit.hooks import overridden
 from fitkit.losses import CompiledLoss, Count, Term
 from fitkit.losses.class_weights import ClassWeights
@@ -114,6 +115,9 @@ class CompiledStep:
         self._is_plain = strategy.precision.is_plain and NO_CAST.is_on
         self.enter_again()
         self._sequences = wrapped if isinstance(wrapped, DividedModel) else None
+        self._guest: Guest | None = guest_of(model)
+        if self._guest is not None:
+            self._guest.begin(strategy.world.rank)
         self.caller: Caller = caller_of(model)
         self.mover: Mover = mover_of(model)
         self._unpack = unpacker_of(model, None if predicts else name)
@@ -263,6 +267,8 @@ class CompiledStep:
             self._check_batch(x, y, weight)
         try:
             outputs = forward(x) if type(x) is torch.Tensor else self.caller(forward, x)
+            if self._guest is not None and self.loss is not None:
+                outputs, y, weight = self._guest.for_loss(outputs, y, weight)
             if not self.checked:
                 return self._first_outcome(outputs, x, y, weight, is_part)
             return self._outcome(outputs, y, weight, is_part)
@@ -297,6 +303,9 @@ class CompiledStep:
                     "up in one function, or leave context_parallel out."
                 )
             value, count = sequences.mean(value, number_of(count))
+        if self._guest is not None:
+            value, count, terms = self._guest.with_added(value, count, terms, is_part=is_part)
+            outputs, y, weight = self._guest.for_metrics(outputs, y, weight)
         for term in terms:
             term.count = number_of(term.count)
         return Outcome(value, number_of(count), terms, outputs, y, weight)
@@ -336,7 +345,8 @@ class CompiledStep:
         batches aren't rows of arrays that are on the device.
         """
         only = None if self.meters is None else self.meters.only
-        if only is None or self.loss is None or self.may_count or not LOSSES_JOINED.is_on:
+        is_on = LOSSES_JOINED.is_on and self._guest is None
+        if only is None or self.loss is None or self.may_count or not is_on:
             return
         of_each = self.loss.of_each(self.all_targets)
         if of_each is not None and self._opens and self._is_plain and not self._has_weights:
@@ -364,7 +374,10 @@ class CompiledStep:
                 loss.check_labels(targets)
             if self.meters is not None:
                 hint = functools.partial(loss.hint, net=self.wrapped.module)
-                self.meters.start(outputs, y, hint, loss.trained)
+                shown = (outputs, y)
+                if self._guest is not None:
+                    shown = self._guest.for_metrics(outputs, y, None)[:2]
+                self.meters.start(*shown, hint, loss.trained)
         self.checked = True
         self._had_target = y is not None
         found = self._outcome(outputs, y, weight, is_part)
@@ -435,6 +448,8 @@ class CompiledStep:
         assert self.loss is not None
         _, y, _ = self._unpack(batch.data)
         samples, counts = batch.samples, self.loss.counts(trees.map_leaves(torch.as_tensor, y))
+        if self._guest is not None:
+            counts = self._guest.counts_to_come(counts)
         return [float(samples if c is None or not samples else c) for c in counts]
 
     def explain(self, error: Exception, x: Tree, y: Tree) -> None:
@@ -666,7 +681,7 @@ class Caller:
 
 def caller_of(model: torch.nn.Module) -> Caller:
     """How the model takes inputs: by the signature of its own forward, or of its net's."""
-    net = getattr(model, "net", None)
+    net = guest_of(model) or getattr(model, "net", None)
     forward = model.forward
     if isinstance(net, torch.nn.Module) and _spreads(forward):
         forward = net.forward

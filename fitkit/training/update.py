@@ -23,6 +23,7 @@ from fitkit.distributed.precision import CLOSURE, Scaling, match_state
 from fitkit.distributed.strategies import Engine, Strategy
 from fitkit.errors import ConfigurationError
 from fitkit.fit_state import FitState
+from fitkit.guests import guest_of
 from fitkit.hooks import overridden, step_arguments
 from fitkit.losses import Count, Term
 from fitkit.module import Module
@@ -105,7 +106,7 @@ def ready_optimizers(model: Module) -> list[Optimizer]:
     trainable = model._fitkit.compilation.trainable(model)
     check_trainable(trainable)
     optimizers: list[Optimizer] = model._made_optimizers()
-    is_named = _is_named(model)
+    is_named, guest = _is_named(model), guest_of(model)
     for optimizer in optimizers:
         if is_named:
             fuse(optimizer, model)
@@ -113,6 +114,8 @@ def ready_optimizers(model: Module) -> list[Optimizer]:
         match_state(optimizer)
         match_strides([optimizer])
         model._fitkit.compilation.strategy.precision.check_optimizer(optimizer)
+        if guest is not None:
+            guest.watch(optimizer)
     return optimizers
 
 

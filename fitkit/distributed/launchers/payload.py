@@ -25,6 +25,7 @@ from torch.nn.utils import parametrize
 
 from fitkit.distributed.script_objects import is_of_script
 from fitkit.errors import ConfigurationError
+from fitkit.pickling import REDUCERS, reduced_for_workers
 from fitkit.tensors import bytes_of
 
 SHARED_FROM_BYTES = 2**20
@@ -129,6 +130,8 @@ class _Pickler(cloudpickle.Pickler):
         elif value is torch.ops or value is torch.classes:
             # A function that mentions torch and any attribute called `ops` would drag it along.
             reduced = (getattr, (torch, "ops" if value is torch.ops else "classes"))
+        elif REDUCERS and (found := reduced_for_workers(value)) is not None:
+            reduced = found
         else:
             if is_of_script(value):
                 self.named[value.__qualname__] = value

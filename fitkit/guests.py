@@ -1,0 +1,148 @@
+"""Networks of other libraries: what fitkit does for them that a torch module needs nobody to do.
+
+Such a network has its own ways: how it is called in training, what it adds to a loss, what happens
+after an update, what it keeps that doesn't learn. A `Guest` says them, and stands in the network's
+place in the model. fitkit asks once at the beginning of a verb whether there is one, so a torch
+module pays nothing for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fitkit import trees
+from fitkit.errors import warn_once
+from fitkit.registry import Registry
+
+Tree = Any
+"""A tensor, or a tuple, list or dict of such trees."""
+
+
+class Guest(nn.Module):
+    """A network of another library, as a torch module whose forward takes a batch's inputs whole.
+
+    Its parameters and buffers are the network's own tensors, by the names that files have for
+    them. A subclass registers them. Its methods do nothing, as for a torch module.
+
+    Args:
+        given: the network, which `model.net` returns. It isn't a submodule.
+    """
+
+    given: Any
+
+    def __init__(self, given: object) -> None:
+        super().__init__()
+        vars(self)["given"] = given
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse settings that the network can't be trained with.
+
+        Args:
+            model: with its compiled settings.
+
+        Raises:
+            ConfigurationError: with what to write instead.
+        """
+
+    def prepare(self, batch: Callable[[], Tree]) -> None:
+        """Get ready for a verb, before any rank begins.
+
+        Args:
+            batch: returns the inputs of a first batch, for a network that is built by them.
+        """
+
+    def begin(self, rank: int) -> None:
+        """Begin a pass on a rank."""
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Follow an optimizer, for what must happen after each update."""
+
+    def for_loss(self, outputs: Tree, y: Tree, weight: Tree) -> tuple[Tree, Tree, Tree]:
+        """Outputs, targets and weights of a batch, as losses take them."""
+        return outputs, y, weight
+
+    def for_metrics(self, outputs: Tree, y: Tree, weight: Tree) -> tuple[Tree, Tree, Tree]:
+        """What `for_loss` returned, as metrics take it."""
+        return outputs, y, weight
+
+    def with_added(
+        self, loss: torch.Tensor, count: Any, terms: list[Any], *, is_part: bool
+    ) -> tuple[torch.Tensor, Any, list[Any]]:
+        """A batch's loss, what it is a mean over, and its terms, with what the network adds.
+
+        Args:
+            is_part: whether the batch is a part of what an update sees.
+        """
+        return loss, count, terms
+
+    def counts_to_come(self, counts: list[Any]) -> list[Any]:
+        """What the terms of a batch will be means over, before its forward.
+
+        Args:
+            counts: by the targets alone; None for the batch's samples.
+        """
+        return counts
+
+
+GUESTS: Registry[type[Guest]] = Registry("net")
+"""Guests by the top-level package in which their networks' base classes are."""
+GUESTS.promise("fitkit.extras.keras_nets:KerasNet", "keras")
+
+
+TRANSLATORS: Registry[Callable[[str, Any], Any]] = Registry("library")
+"""Functions of an argument's name and an object that return what `compile` takes, by package."""
+TRANSLATORS.promise("fitkit.extras.keras_objects:translated", "keras")
+
+
+def package_of(value: object) -> str | None:
+    """The package in `GUESTS`, imported already, that has a base class of a value."""
+    for package in GUESTS:
+        if package in sys.modules:
+            for kind in type(value).__mro__:
+                if kind.__module__.partition(".")[0] == package:
+                    return package
+    return None
+
+
+def as_net(value: object) -> Any:
+    """A network as a model holds it: a `Guest` around one of another library, else the same."""
+    package = None if isinstance(value, Guest) else package_of(value)
+    return value if package is None else GUESTS[package](value)
+
+
+def warn_of_parts(model: nn.Module) -> None:
+    """Say that a torch module has layers of another library inside, which fitkit doesn't tell
+    what they do otherwise in training."""
+    if not any(package in sys.modules for package in GUESTS):
+        return
+    part = next((part for part in model.modules() if package_of(part) is not None), None)
+    if part is not None:
+        warn_once(
+            f"The net has the {package_of(part)} layer {type(part).__name__} inside a torch "
+            "module. It infers unless it is called with training=self.training, and what it adds "
+            "to the loss is left out. A net that is of Keras as a whole trains as in Keras."
+        )
+
+
+def as_ours(argument: str, value: Tree) -> Tree:
+    """An argument of `compile` in which other libraries' objects became what it takes."""
+    if all(package_of(leaf) is None for leaf in trees.leaves(value)):
+        return value
+
+    def ours(leaf: object) -> object:
+        package = package_of(leaf)
+        return leaf if package is None else TRANSLATORS[package](argument, leaf)
+
+    return trees.map_leaves(ours, value)
+
+
+def guest_of(model: nn.Module) -> Guest | None:
+    """The guest that a model wraps; None for other networks."""
+    net = model._modules.get("net")
+    return net if isinstance(net, Guest) else None
