@@ -42,6 +42,7 @@ from fitkit.optimizers import with_rate
 from fitkit.pickling import in_main_memory
 from fitkit.progress import Progress
 from fitkit.record import Record, StepContexts
+from fitkit.training.caller import caller_of
 from fitkit.training.compiler import new_compiler
 from fitkit.training.evaluate import run_evaluate, run_predict
 from fitkit.training.fit import run_fit
@@ -50,7 +51,6 @@ from fitkit.training.predictions import Receiver, check_outside_of_loop, run_str
 from fitkit.training.resume import check_data, checkpoint_to_resume
 from fitkit.training.settings import EvaluateArguments, FitArguments
 from fitkit.training.snapshot import load, restored_model, save, save_weights
-from fitkit.training.step import caller_of
 from fitkit.training.surroundings import computing
 from fitkit.typing import (
     UNSET,
