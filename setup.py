@@ -11,13 +11,13 @@ REPOSITORY = ""
 
 
 def address() -> str:
-    """The repository's address; empty where nobody has said it."""
+    """Return the repository's address; empty where nobody has said it."""
     server, name = (os.environ.get(f"GITHUB_{word}", "") for word in ("SERVER_URL", "REPOSITORY"))
     return REPOSITORY or (f"{server}/{name}" if server and name else "")
 
 
 def absolute(page: str, address: str, version: str) -> str:
-    """A page whose links and pictures in the repository are those of the version's tag."""
+    """Return a page whose links and pictures in the repository are those of the version's tag."""
 
     def link(found: re.Match) -> str:
         kind = "raw" if found["picture"] else "blob"
@@ -27,13 +27,13 @@ def absolute(page: str, address: str, version: str) -> str:
 
 
 def with_badge(page: str, address: str) -> str:
-    """A page with the badge of the tests' workflow, which only an address on GitHub has."""
+    """Return a page with the badge of the tests' workflow, which only an address on GitHub has."""
     workflow = f"{address}/actions/workflows/tests.yml"
     return page.replace("<!-- tests badge -->", f"![tests]({workflow}/badge.svg)")
 
 
 def metadata() -> dict:
-    """What depends on the address."""
+    """Return what depends on the address."""
     root = Path(__file__).parent
     readme = (root / "README.md").read_text(encoding="utf-8")
     text = (root / "fitkit" / "version.py").read_text(encoding="utf-8")

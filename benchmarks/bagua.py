@@ -65,7 +65,7 @@ class Counter(Callback):
 
 
 def bytes_sent() -> int:
-    """What the loopback device has carried so far."""
+    """Return what the loopback device has carried so far."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == "lo":
@@ -90,7 +90,7 @@ def optimizer_of(name: str) -> Any:
 
 
 def measure(name: str, ranks: int) -> str:
-    """A table's row."""
+    """Return a table's row."""
     data = load_digits()
     x, y = torch.tensor(data.data / 16, dtype=torch.float32), torch.tensor(data.target)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))

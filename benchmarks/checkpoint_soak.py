@@ -60,7 +60,7 @@ BATCH_TIMEOUT_S = 600
 
 
 def save_without_end(path: str) -> None:
-    """What the processes that are killed do: save states that are told apart by a number."""
+    """Do what the processes that are killed do: save states that are told apart by a number."""
     for line in sys.stdin:
         child = os.fork()
         if child:
@@ -117,7 +117,7 @@ def kills(count: int, generator: random.Random, folder: Path) -> Counter[str]:
 
 
 def _number(path: Path) -> int | None:
-    """The one number that all of a file has; None where there are several."""
+    """Return the one number that all of a file has; None where there are several."""
     with open_checkpoint(path) as checkpoint:
         numbers = {checkpoint.state["number"], int(checkpoint.state["tensor"])}
         for name in checkpoint.weights.describe():
@@ -129,12 +129,12 @@ def _number(path: Path) -> int | None:
 
 
 def net() -> nn.Module:
-    """A small module with parameters and buffers."""
+    """Return a small module with parameters and buffers."""
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
 
 def write(path: Path, seed: int) -> nn.Module:
-    """A checkpoint, or a file of weights where the suffix isn't `.h5`; its module."""
+    """Return a checkpoint, or a file of weights where the suffix isn't `.h5`; its module."""
     torch.manual_seed(seed)
     module = net()
     if path.suffix != ".h5":

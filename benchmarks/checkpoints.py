@@ -38,7 +38,7 @@ from fitkit.checkpoint import load_weights, open_checkpoint, save_checkpoint, sa
 
 
 def net(layers: int) -> nn.Module:
-    """Transformer layers of 7.1 million parameters each."""
+    """Return transformer layers of 7.1 million parameters each."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(768, 12, 3072, batch_first=True)
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
@@ -67,7 +67,7 @@ def torch_load_mapped(path: Path, module: nn.Module) -> None:
 
 
 def safetensors_save(path: Path, module: nn.Module) -> None:
-    """The package's own writer."""
+    """Write by the package's own writer."""
     from safetensors.torch import save_file
 
     save_file(module.state_dict(), path)
@@ -75,14 +75,14 @@ def safetensors_save(path: Path, module: nn.Module) -> None:
 
 
 def safetensors_save_unsafely(path: Path, module: nn.Module) -> None:
-    """The package's own writer alone: after a power cut the file may be empty."""
+    """Write by the package's own writer alone: after a power cut the file may be empty."""
     from safetensors.torch import save_file
 
     save_file(module.state_dict(), path)
 
 
 def safetensors_load(path: Path, module: nn.Module) -> None:
-    """The package's own reader, which maps the file and checks no digest."""
+    """Read by the package's own reader, which maps the file and checks no digest."""
     from safetensors.torch import load_file
 
     module.load_state_dict(load_file(path))
@@ -176,7 +176,7 @@ def peak_bytes(action: Callable[[], None]) -> int:
 
 
 def peak_of_load(name: str, folder: Path, layers: int) -> float:
-    """The peak of a load in a process of its own, in MB."""
+    """Return the peak of a load in a process of its own, in MB."""
     command = [sys.executable, "-m", "benchmarks.checkpoints", "--peak", name]
     command += ["--folder", str(folder), "--layers", str(layers)]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
@@ -184,7 +184,7 @@ def peak_of_load(name: str, folder: Path, layers: int) -> float:
 
 
 def report_peak(name: str, folder: Path, layers: int) -> None:
-    """What `peak_of_load` runs."""
+    """Do what `peak_of_load` runs."""
     module = net(layers)
     file, way = LOADS[name]
     small = nn.Linear(2, 2)  # what is imported and started at the first load isn't counted
@@ -202,7 +202,7 @@ def show(
     measured: tuple[dict[str, list[float]], dict[str, list[float]]],
     extra: dict[str, str],
 ) -> None:
-    """A table of one kind of measurement."""
+    """Print a table of one kind of measurement."""
     peak = ["peak MB"] if extra else []
     table = Table("", "median s", "ratio", "best s", "ratio", "computed s", *peak)
     seconds, computed = measured
@@ -258,7 +258,7 @@ def whole(folder: Path, module: nn.Module, rounds: int) -> dict[str, list[float]
 
 
 def rows(rounds: int, layers: int) -> Iterator[Row]:
-    """Saves and loads against safetensors', round by round, in a temporary folder."""
+    """Time saves and loads against safetensors', round by round, in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         module = net(layers)
         count = sum(parameter.numel() for parameter in module.parameters())

@@ -38,7 +38,7 @@ PEERS = {
 
 @lru_cache
 def peers_there() -> tuple[str, ...]:
-    """The peers that can be imported in their environment."""
+    """Return the peers that can be imported in their environment."""
     if not PEERS_PYTHON.exists():
         return ()
     code = (
@@ -137,7 +137,7 @@ def contest(
     *,
     with_itself: bool = True,
 ) -> Iterator[Row]:
-    """The figures of each contender in a task, by pairs of runs with the reference.
+    """Yield the figures of each contender in a task, by pairs of runs with the reference.
 
     One that learns nothing or answers wrongly is timed and marked; one that fails is named.
 
@@ -155,7 +155,7 @@ def contest(
 
 
 def against(scenario: str, base: Side, side: Side, pairs: int) -> Row:
-    """A side's figures beside another's, which may do another task of as many steps."""
+    """Return a side's figures beside another's, which may do another task of as many steps."""
     if base.failed or base.fault:
         raise SystemExit(f"{base.task.name}: the reference {base.contender}: {base.fault}")
     names: dict[str, Any] = {

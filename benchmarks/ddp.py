@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def small_net() -> nn.Module:
-    """A convolutional net of about 20 thousand parameters."""
+    """Return a convolutional net of about 20 thousand parameters."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -59,7 +59,7 @@ def data() -> TensorDataset:
 
 
 def raw_loop() -> Callable[[], Seconds]:
-    """An epoch of the hand-written loop."""
+    """Return an epoch of the hand-written loop."""
     net = DistributedDataParallel(small_net())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     dataset = data()
@@ -104,7 +104,7 @@ class Watch(fitkit.callbacks.Callback):
 
 
 def with_fitkit(watch: Watch, profile: bool = False) -> Callable[[], Seconds]:
-    """An epoch of the same by fit."""
+    """Return an epoch of the same by fit."""
     model = fitkit.Model(small_net())
     model.compile(
         "sgd", "cross_entropy", learning_rate=0.01, accelerator="cpu", devices=2, strategy="ddp"
@@ -125,12 +125,12 @@ def with_fitkit(watch: Watch, profile: bool = False) -> Callable[[], Seconds]:
 
 
 def now() -> Seconds:
-    """The clock and this process's CPU time."""
+    """Return the clock and this process's CPU time."""
     return Seconds(time.perf_counter(), time.process_time())
 
 
 def since(started: Seconds) -> Seconds:
-    """What has passed on both, per step."""
+    """Return what has passed on both, per step."""
     ended = now()
     return Seconds((ended.wall - started.wall) / STEPS, (ended.cpu - started.cpu) / STEPS)
 
@@ -153,7 +153,7 @@ def side_by_side(pairs: int, profile: bool, fit_first: bool) -> None:
 
 
 def run(*options: str) -> str:
-    """What rank 0 prints of a run under torchrun."""
+    """Return what rank 0 prints of a run under torchrun."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
@@ -167,7 +167,9 @@ def run(*options: str) -> str:
 
 
 def rows(launches: int) -> Iterator[Row]:
-    """The raw loop's and fit's; of an even number of launches, each is made first equally often."""
+    """Yield the raw loop's and fit's; of an even number of launches, each is made first equally
+    often.
+    """
     found, exchanges = [], 0
     for number in range(launches):
         order = ["--fit-first"] if number % 2 else []

@@ -51,7 +51,7 @@ print(json.dumps(found))
 
 
 def rows(pairs: int) -> Iterator[Row]:
-    """Importing torch, then fitkit in the same process; and the cost of a call of one step."""
+    """Measure imports of torch, then fitkit in the same process; and a call of one step."""
     _python(IMPORTS)  # so that byte code and the system's cache are there
     found = [json.loads(_python(IMPORTS)) for _ in range(pairs)]
     for module, task in (("torch", "import"), ("fitkit", "import, torch being there")):
@@ -85,7 +85,7 @@ def rows(pairs: int) -> Iterator[Row]:
 
 
 def _python(code: str) -> str:
-    """What a fresh process prints."""
+    """Return what a fresh process prints."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

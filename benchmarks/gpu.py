@@ -69,7 +69,7 @@ class Setting:
     steps: int
 
     def batches(self) -> Batches:
-        """An epoch's batches in main memory, pinned where there is a GPU."""
+        """Return an epoch's batches in main memory, pinned where there is a GPU."""
         torch.manual_seed(0)
         made = [self.task.batch() for _ in range(min(self.steps, 16))]
         if self.device.type == "cuda":
@@ -77,13 +77,13 @@ class Setting:
         return list(itertools.islice(itertools.cycle(made), self.steps))
 
     def net(self) -> nn.Module:
-        """A new net, the same for all."""
+        """Return a new net, the same for all."""
         torch.manual_seed(1)
         return self.task.net()
 
 
 def tuned(setting: Setting) -> Epoch:
-    """The loop of somebody who knows."""
+    """Return the loop of somebody who knows."""
     net = setting.net().to(setting.device).train()
     if setting.mode != "plain":
         net = torch.compile(net, **MODES[setting.mode])  # type: ignore[assignment]
@@ -116,7 +116,7 @@ def tuned(setting: Setting) -> Epoch:
 
 
 def usual(setting: Setting) -> Epoch:
-    """The loop as it is mostly written."""
+    """Return the loop as it is mostly written."""
     net = setting.net().to(setting.device).train()
     optimizer = torch.optim.Adam(net.parameters())
     half = PRECISIONS[setting.precision][2]
@@ -190,7 +190,7 @@ def wait(device: torch.device) -> None:
 
 
 def seconds_of(epoch: Epoch, setting: Setting, *, is_fit: bool) -> float:
-    """What a step took, in one run."""
+    """Return what a step took, in one run."""
     wait(setting.device)
     began = time.perf_counter()
     epoch()
@@ -200,7 +200,7 @@ def seconds_of(epoch: Epoch, setting: Setting, *, is_fit: bool) -> float:
 
 
 def idle_share(epoch: Epoch, device: torch.device) -> float | None:
-    """The part of an epoch's time in which the GPU computes nothing; None without a GPU."""
+    """Return the part of an epoch's time in which the GPU computes nothing; None without a GPU."""
     if device.type != "cuda":
         return None
     from torch.profiler import ProfilerActivity, profile
@@ -222,7 +222,7 @@ def idle_share(epoch: Epoch, device: torch.device) -> float | None:
 
 
 def measured(setting: Setting, turns: int) -> list[str]:
-    """A row's figures."""
+    """Return a row's figures."""
     products = PRECISIONS[setting.precision][1]
     # fitkit sets the precision of products for its own calls; the loops get it from here.
     with MATMUL_PRECISION.held(products):
@@ -250,7 +250,7 @@ def measured(setting: Setting, turns: int) -> list[str]:
 
 
 def settings_of(given: argparse.Namespace) -> Iterator[Setting]:
-    """The rows that are asked for, without those that the device can't have."""
+    """Yield the rows that are asked for, without those that the device can't have."""
     device = torch.device(given.device)
     steps = 4 if given.quick and device.type == "cpu" else 50 if given.quick else 200
     for name, precision, mode in itertools.product(given.nets, given.precisions, given.modes):

@@ -24,7 +24,7 @@ ROWS, BATCH = 2048, 32
 
 
 def nets() -> dict[str, tuple[Any, Any]]:
-    """What makes each network, and its inputs, by name."""
+    """Return what makes each network, and its inputs, by name."""
     import keras
     from keras import layers as kl
 

@@ -18,19 +18,19 @@ Answer = Any
 
 
 def loader_of(task: Task, x: Tensor, y: Tensor) -> DataLoader[Any]:
-    """A plain loader, shuffling where one trains."""
+    """Return a plain loader, shuffling where one trains."""
     return DataLoader(TensorDataset(x, y), task.batch, shuffle=task.verb == "train")
 
 
 def optimizer_of(task: Task, net: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    """The task's optimizer."""
+    """Return the task's optimizer."""
     kind: Any = torch.optim.Adam if task.optimizer == "adam" else torch.optim.SGD
     made: torch.optim.Optimizer = kind(net.parameters(), lr=task.rate, **options)
     return made
 
 
 def collection_of(task: Task) -> Any:
-    """The task's metrics as a torchmetrics collection; None where plain arithmetic does."""
+    """Return the task's metrics as a torchmetrics collection; None where plain arithmetic does."""
     if task.metrics in ((), ("accuracy",)):
         return None
     from torchmetrics import MetricCollection
@@ -100,7 +100,7 @@ def _naive_pass(task: Task, net: nn.Module, loader: DataLoader[Any]) -> Answer:
 
 
 def careful(task: Task, net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Answer]:
-    """A good user's: nothing is read before the epoch's end; else as PyTorch comes."""
+    """Return a good user's: nothing is read before the epoch's end; else as PyTorch comes."""
     loader = loader_of(task, x, y)
     if task.verb != "train":
         return lambda: inferred(task, net, loader)
@@ -143,7 +143,7 @@ def trained(
 
 
 def inferred(task: Task, net: nn.Module, batches: Iterable[Batch]) -> Answer:
-    """An evaluation or a prediction of the careful loop."""
+    """Return an evaluation or a prediction of the careful loop."""
     net.eval()
     total, right = torch.zeros(()), torch.zeros((), dtype=torch.int64)
     outputs = []
@@ -164,7 +164,9 @@ def inferred(task: Task, net: nn.Module, batches: Iterable[Batch]) -> Answer:
 
 
 def tuned(task: Task, net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Answer]:
-    """What an expert writes who has measured: fused updates, whole batches selected by index."""
+    """Return what an expert writes who has measured: fused updates, whole batches selected by
+    index.
+    """
     if task.source == "batches":
         return _own_loop(task, net, x, y)
     if task.verb != "train":
@@ -248,7 +250,7 @@ def _own_loop(task: Task, net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], 
 
 
 def counted(kept: list[Batch], metrics: Any) -> Tensor | int:
-    """The right answers among several batches' outputs, looked at together."""
+    """Return the right answers among several batches' outputs, looked at together."""
     outputs = torch.cat([pair[0] for pair in kept])
     targets = torch.cat([pair[1] for pair in kept])
     if metrics is not None:

@@ -20,7 +20,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: list[float]) -> Spread:
-        """The spread of some values; of a single one, that one three times."""
+        """Return the spread of some values; of a single one, that one three times."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
@@ -42,7 +42,7 @@ Run = Callable[[], Seconds]
 
 
 def timed(run: Callable[[], Any]) -> Seconds:
-    """What a call takes, with the garbage of earlier ones gone."""
+    """Return what a call takes, with the garbage of earlier ones gone."""
     gc.collect()
     wall, cpu = time.perf_counter(), time.process_time()
     run()
@@ -50,7 +50,7 @@ def timed(run: Callable[[], Any]) -> Seconds:
 
 
 def in_turns(reference: Run, candidate: Run, pairs: int) -> list[tuple[Seconds, Seconds]]:
-    """Runs of both, in turns (A B, B A, A B, …), so that what else the machine does meets both.
+    """Time runs of both, in turns (A B, B A, A B, …), so that the rest of the machine meets both.
 
     Returns:
         (reference, candidate) of each pair.
@@ -96,7 +96,7 @@ class Row:
 
 
 def row_of(pairs: list[tuple[Seconds, Seconds]], scale: float, **names: Any) -> Row:
-    """The candidate's row.
+    """Return the candidate's row.
 
     Args:
         pairs: what `in_turns` gave.

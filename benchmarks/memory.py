@@ -20,7 +20,7 @@ LAUNCHERS = ("ddp_spawn", "ddp")
 
 
 def memory() -> dict[str, float]:
-    """This process's memory in MB, by /proc."""
+    """Return this process's memory in MB, by /proc."""
     fields: dict[str, float] = {}
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
         name, amount, *_ = line.split()
@@ -51,7 +51,7 @@ def side(strategy: str, ranks: int, megabytes: int, folder: str) -> None:
 
 
 def run(strategy: str, ranks: int, megabytes: int) -> list[dict[str, float]]:
-    """What each rank holds."""
+    """Return what each rank holds."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
             [

@@ -69,7 +69,7 @@ class LoRA(nn.Module):
 
 
 def with_lora(width: int = 256) -> Decoder:
-    """The decoder, frozen, with adapters beside the two matrices of each MLP."""
+    """Return the decoder, frozen, with adapters beside the two matrices of each MLP."""
     net = Decoder(width).requires_grad_(False)
     for layer in net.layers.layers:
         layer.linear1, layer.linear2 = LoRA(layer.linear1), LoRA(layer.linear2)
@@ -110,7 +110,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor, 
 
 
 def planned(net: nn.Module, batch: Any) -> float:
-    """The bytes that `fitkit.plan` says."""
+    """Return the bytes that `fitkit.plan` says."""
     model = fitkit.Model(net)
     model.compile("adam", "cross_entropy", accelerator="cpu", devices=1)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -119,7 +119,7 @@ def planned(net: nn.Module, batch: Any) -> float:
 
 
 def measured(net: nn.Module, batch: Any) -> float:
-    """The most bytes that a training by `fit` held at one time, without the batch."""
+    """Return the most bytes that a training by `fit` held at one time, without the batch."""
     model = fitkit.Model(net)
     model.compile("adam", "cross_entropy", accelerator="cpu", devices=1)
     model.fit(iter([batch]), verbose=0)
@@ -133,7 +133,7 @@ def measured(net: nn.Module, batch: Any) -> float:
 
 
 def most_allocated(found: profile) -> int:
-    """The most bytes that were allocated at one time while the profiler ran."""
+    """Return the most bytes that were allocated at one time while the profiler ran."""
     results: Any = found.profiler.kineto_results  # type: ignore[union-attr]
     events = [event for event in results.events() if event.name() == "[memory]"]
     held = most = 0

@@ -82,7 +82,7 @@ class Growth:
     most: float | None = None
 
     def law(self) -> tuple[float, float]:
-        """a and b of a + b·n^power, through the middle of the figures and the first one."""
+        """Fit a and b of a + b·n^power, through the middle of the figures and the first one."""
         sizes = sorted(self.measured)
         first, last = sizes[0], sizes[len(sizes) // 2]
         if not self.power or first == last:  # no slope
@@ -93,13 +93,13 @@ class Growth:
         return self.measured[first] - slope * first**self.power, slope
 
     def modelled(self, ranks: int) -> float:
-        """What the law says."""
+        """Return what the law says."""
         a, b = self.law()
         found = a + b * ranks ** (self.power or 0)
         return found if self.most is None else min(found, self.most)
 
     def line(self) -> str:
-        """The table's row: measured figures plain, modelled ones with a tilde."""
+        """Return the table's row: measured figures plain, modelled ones with a tilde."""
         modelled = "–" if self.power is None else "~ {:,.3g}"
         cells = [
             f"{self.measured[n]:,.3g}" if n in self.measured else modelled.format(self.modelled(n))
@@ -168,14 +168,14 @@ def on_threads(size: int, call: Callable[[int], Any]) -> float:
 
 
 def meeting(size: int) -> float:
-    """Requests of all ranks that come to a call at once."""
+    """Return requests of all ranks that come to a call at once."""
     store = CountingStore(HashStore())
     on_threads(size, lambda rank: Meeting(rank, size, "fit", MINUTE).in_part_of(store))
     return sum(store.requests.values())
 
 
 def joining(size: int) -> float:
-    """Requests of all ranks while gloo connects each with each."""
+    """Return requests of all ranks while gloo connects each with each."""
     server = TCPStore("127.0.0.1", 0, None, True, MINUTE, wait_for_workers=False)
     store = CountingStore(server)
     groups: list[Any] = []
@@ -193,7 +193,7 @@ def joining(size: int) -> float:
 
 
 def watching(size: int) -> float:
-    """Requests a second of all ranks' watches while all is well."""
+    """Return requests a second of all ranks' watches while all is well."""
     store, seconds = CountingStore(HashStore()), 3.0
     over = threading.Event()
 
@@ -206,7 +206,7 @@ def watching(size: int) -> float:
 
 
 def seeking(size: int) -> float:
-    """Requests of all ranks that look for one that is silent, until they have found it."""
+    """Return requests of all ranks that look for one that is silent, until they have found it."""
     store = CountingStore(HashStore())
     error = RuntimeError("Connection closed by peer")
 
@@ -277,7 +277,7 @@ def merging(size: int) -> float:
 
 
 def noted_of_an_epoch() -> tuple[Any, Any]:
-    """What a rank notes of an epoch with a loss and a metric, and its logbook."""
+    """Return what a rank notes of an epoch with a loss and a metric, and its logbook."""
     found: list[Any] = []
 
     class Take(fitkit.callbacks.Callback):
@@ -412,7 +412,7 @@ HEADING = (
 
 
 def rows() -> Iterator[Row]:
-    """The same as rows of the other benchmarks: each figure with its number of ranks."""
+    """Yield the same as rows of the other benchmarks: each figure with its number of ranks."""
     for growth in growths((2, 8, 32), 4):
         for size, figure in growth.measured.items():
             yield Row(

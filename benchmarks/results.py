@@ -18,7 +18,7 @@ from benchmarks.measuring import Row, Spread
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were taken on."""
+    """Return what the figures were taken on."""
     return {
         "date": datetime.date.today().isoformat(),
         "fitkit": fitkit.__version__,
@@ -31,7 +31,7 @@ def machine() -> dict[str, Any]:
 
 
 def line(row: Row) -> str:
-    """A row in a line, for whoever waits."""
+    """Return a row in a line, for whoever waits."""
     cells = [f"{row.task:32}", f"{row.contender:11}"]
     if row.cpu is not None:
         cells.append(f"CPU {row.cpu.median:>10,.1f} {row.unit}")
@@ -64,7 +64,7 @@ HEADINGS = ("", "", "wall", "CPU", "wall ÷ reference", "CPU ÷ reference", "CPU
 
 
 def table(rows: list[Row]) -> str:
-    """A scenario's rows as a markdown table; columns that nobody fills are left out."""
+    """Return a scenario's rows as a markdown table; columns that nobody fills are left out."""
     cells = [
         (
             row.task,

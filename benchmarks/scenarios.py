@@ -45,7 +45,7 @@ class Length:
 
 
 def step(length: Length) -> Iterator[Row]:
-    """The cost of a step where the net costs next to nothing."""
+    """Yield the cost of a step where the net costs next to nothing."""
     bare = Task("Adam, accuracy, no display", samples=length.of(9600))
     shown = dataclasses.replace(bare, name="Adam, accuracy, as each comes", defaults=True)
     yield from contest("step", bare, length.everybody, "careful", length.pairs)
@@ -57,7 +57,7 @@ def step(length: Length) -> Iterator[Row]:
 
 
 def display(bare: Task, shown: Task, pairs: int) -> Row:
-    """What fitkit's progress bar costs: fitkit with it beside fitkit without."""
+    """Return what fitkit's progress bar costs: fitkit with it beside fitkit without."""
     named = dataclasses.replace(shown, name="progress bar")
     with closing(Side("fitkit", bare)) as base, closing(Side("fitkit", named)) as side:
         return against("step", base, side, pairs)
@@ -109,7 +109,9 @@ def onbatch(length: Length) -> Iterator[Row]:
 
 
 def metrics(length: Length) -> Iterator[Row]:
-    """What metrics cost: none, one, three by name; the loops with torchmetrics; and monitors."""
+    """Yield what metrics cost: none, one, three by name; the loops with torchmetrics; and
+    monitors.
+    """
     one = Task("accuracy", samples=length.of(9600), optimizer="sgd")
     none = dataclasses.replace(one, name="no metrics", metrics=())
     three = dataclasses.replace(one, name="three metrics", metrics=("accuracy", "f1", "recall"))
@@ -126,7 +128,9 @@ def metrics(length: Length) -> Iterator[Row]:
 
 
 def options(length: Length) -> Iterator[Row]:
-    """What options of `compile` gain that change last bits: each beside the same without it."""
+    """Yield what options of `compile` gain that change last bits: each beside the same without
+    it.
+    """
     image = Task("CNN", net="cnn", samples=length.of(1280), batch=64)
     linear = Task("20 linear layers of width 32", net="deep 20", samples=length.of(6400))
     blocks = Task("6 blocks of width 64", net="blocks 6", samples=length.of(12_800), batch=256)
@@ -167,7 +171,7 @@ def compiled(length: Length) -> Iterator[Row]:
 
 
 def with_options(task: Task, given: dict[str, Any]) -> Task:
-    """A task with options of `compile`, which its name says."""
+    """Return a task with options of `compile`, which its name says."""
     words = ", ".join(f"{name}={value!r}" for name, value in given.items())
     return dataclasses.replace(task, name=f"{task.name}, {words}", options=given)
 
@@ -180,7 +184,9 @@ def beside_itself(scenario: str, task: Task, given: dict[str, Any], pairs: int) 
 
 
 def scaling(length: Length) -> Iterator[Row]:
-    """A step's cost against layers, batch size, metrics, callbacks, epochs; costs against ranks."""
+    """Yield a step's cost against layers, batch size, metrics, callbacks, epochs; costs against
+    ranks.
+    """
     base = Task("", samples=length.of(3200), optimizer="sgd", metrics=())
     tasks = [
         *(dataclasses.replace(base, name=f"{n} layers", net=f"deep {n}") for n in (2, 10, 50, 200)),

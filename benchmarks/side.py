@@ -28,7 +28,7 @@ LOOPS = {"careful": careful, "tuned": tuned, "naive": naive}
 
 
 def maker_of(contender: str) -> Callable[..., Callable[[], Any]]:
-    """What makes a contender's runs."""
+    """Return what makes a contender's runs."""
     if contender in LOOPS:
         return LOOPS[contender]
     if contender == "fitkit":

@@ -89,7 +89,7 @@ class Training:
     elastic: bool = False
 
     def command(self) -> list[str]:
-        """What starts it."""
+        """Return what starts it."""
         launcher: list[str] = []
         if self.how == "torchrun":
             restarts = str(10 * KILLS_A_TRAINING if self.elastic else 0)
@@ -106,7 +106,7 @@ TRAININGS = (
 
 
 def started(training: Training, folder: Path) -> subprocess.Popen[bytes]:
-    """The training's process, in a session of its own."""
+    """Return the training's process, in a session of its own."""
     variables = {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
@@ -126,7 +126,7 @@ def end_session(process: subprocess.Popen[bytes]) -> None:
 
 
 def sessions_processes(session: int) -> list[int]:
-    """The processes whose session, or whose parents' session, it is."""
+    """Return the processes whose session, or whose parents' session, it is."""
     parents: dict[int, int] = {}
     found = set()
     for path in Path("/proc").iterdir():
@@ -206,7 +206,7 @@ def kill_and_go_on(
 
 
 def outcome(folder: Path) -> bytes:
-    """What a training has come to: weights and losses as bytes."""
+    """Return what a training has come to: weights and losses as bytes."""
     import torch
 
     weights, losses = torch.load(folder / "end.pt")
@@ -242,7 +242,7 @@ def kills(count: int, generator: random.Random) -> Iterator[tuple[str, Counter[s
 
 
 def make(folder: Path) -> None:
-    """A folder with the script."""
+    """Make a folder with the script."""
     folder.mkdir()
     (folder / "train.py").write_text(SCRIPT)
 
@@ -295,7 +295,7 @@ COUNTS = {"fits": (300, 1), "fits on two ranks": (300, 2), "steps": (50_000, 1),
 
 
 def calls(share: float) -> Iterator[tuple[str, list[list[float]], str]]:
-    """Readings (number, memory, files, threads, shared) of each kind, and what is wrong."""
+    """Yield readings (number, memory, files, threads, shared) of each kind, and what is wrong."""
     for name, (whole, devices) in COUNTS.items():
         count = max(int(whole * share), 50)
         command = [sys.executable, "-c", CALLS, name.split()[0], str(devices), str(count)]

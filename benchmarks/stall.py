@@ -69,7 +69,7 @@ def trained(
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """The figures of each way: medians over the rounds, in milliseconds."""
+    """Return the figures of each way: medians over the rounds, in milliseconds."""
     found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         for _ in range(arguments.rounds):

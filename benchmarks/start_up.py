@@ -75,7 +75,7 @@ def with_fitkit(strategy: str | None) -> dict[str, float]:
 
 
 def side(name: str) -> None:
-    """What a started process does; rank 0 prints its moments."""
+    """Do what a started process does; rank 0 prints its moments."""
     kind, launcher = name.split(", ")
     if kind == "raw":
         found = raw()

@@ -65,7 +65,7 @@ class WrittenOut(nn.Module):
     """GELU by its formula: seven operations, for which compilers make one."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The values' own shape."""
+        """Return the values' own shape."""
         return 0.5 * x * (1.0 + torch.tanh(0.7978845608 * (x + 0.044715 * x**3)))
 
 
@@ -99,12 +99,12 @@ class Attending(nn.Module):
 
 
 def encoder(width: int) -> nn.Module:
-    """A transformer's block by torch."""
+    """Return a transformer's block by torch."""
     return nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True, norm_first=True)
 
 
 def net_of(task: Task) -> nn.Sequential:
-    """The task's net, the same weights each time."""
+    """Return the task's net, the same weights each time."""
     torch.manual_seed(0)
     kind, *numbers = task.net.split()
     if kind == "mlp":
@@ -153,7 +153,7 @@ def data_of(task: Task) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def judged(net: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
-    """The loss and accuracy of a net, by plain arithmetic over all samples at once."""
+    """Return the loss and accuracy of a net, by plain arithmetic over all samples at once."""
     modes = [(module, module.training) for module in net.modules()]
     net.eval()
     logits = torch.cat([net(part) for part in x.split(2000)])
@@ -166,7 +166,7 @@ def judged(net: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
 
 
 def fault_of(task: Task, net: nn.Module, x: Tensor, y: Tensor, before: float, answer: Any) -> str:
-    """What is wrong with a contender's answers; empty where nothing is.
+    """Return what is wrong with a contender's answers; empty where nothing is.
 
     Args:
         before: the net's loss before the first run.

@@ -30,7 +30,7 @@ class Looks(fitkit.callbacks.Callback):
 
 
 def runner(task: Task, net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Answer]:
-    """A run of the task."""
+    """Return a run of the task."""
     model = fitkit.Model(net)
     names: dict[str, MetricName] = {"f1": "f1", "recall": "recall", "accuracy": "accuracy"}
     model.compile(
@@ -68,7 +68,7 @@ def runner(task: Task, net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Ans
 
 
 def _own_loop(task: Task, model: fitkit.Model, x: Any, y: Any) -> Answer:
-    """A pass over the data by the verbs of single batches."""
+    """Return a pass over the data by the verbs of single batches."""
     places = [slice(start, start + task.batch) for start in range(0, len(x), task.batch)]
     if task.verb == "predict":
         return np.concatenate([model.predict_on_batch(x[place]) for place in places])

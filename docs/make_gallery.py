@@ -69,7 +69,7 @@ class Run:
 
 
 def empty() -> tuple[Figure, Any]:
-    """A figure and its only axes."""
+    """Return a figure and its only axes."""
     figure = Figure((WIDTH, HEIGHT), layout="constrained")
     return figure, figure.add_subplot()
 
@@ -85,7 +85,7 @@ def strip(rows: list[np.ndarray], titles: list[str]) -> Figure:
 
 
 def bars(shares: dict[str, float], label: str) -> Figure:
-    """A bar for each share."""
+    """Return a bar for each share."""
     figure, axes = empty()
     found = axes.barh(list(shares), [100 * share for share in shares.values()], color="C0")
     axes.bar_label(found, fmt="%.1f %%", padding=3)
@@ -120,7 +120,7 @@ def transfer() -> Figure:
 
 
 def language_model() -> Figure:
-    """What the transformer writes."""
+    """Return what the transformer writes."""
     text = Run("language_model").printed.rpartition("bits a byte of held-out")[0]
     text = text[text.index("The following") :].strip()
     figure = Figure((WIDTH, 1.7), layout="constrained")
@@ -132,7 +132,7 @@ def language_model() -> Figure:
 
 
 def resume_after_crash() -> Figure:
-    """The losses of a training that was killed twice, and of one that wasn't."""
+    """Return the losses of a training that was killed twice, and of one that wasn't."""
     command = [sys.executable, str(ROOT / "examples" / "resume_after_crash.py")]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     whole, resumed = (
@@ -159,7 +159,7 @@ def autoencoder() -> Figure:
 
 
 def gan() -> Figure:
-    """What the generator draws."""
+    """Return what the generator draws."""
     run = Run("gan")
     fitkit.set_seed(1)
     noise = torch.randn(20, run.names["NOISE_SIZE"])
@@ -169,7 +169,7 @@ def gan() -> Figure:
 
 
 def contrastive() -> Figure:
-    """The embeddings on a plane, coloured by the digit that the net was never told."""
+    """Return the embeddings on a plane, coloured by the digit that the net was never told."""
     from sklearn.manifold import TSNE
 
     run = Run("contrastive")

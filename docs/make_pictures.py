@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def first_program(page: Path) -> str:
-    """The first Python block of a page."""
+    """Return the first Python block of a page."""
     found = re.search(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     assert found, f"{page} has no Python block"
     return found.group(1)
@@ -85,13 +85,13 @@ def in_terminal(program: str, folder: Path) -> tuple[int, str]:
 
 
 def on_screen(output: str) -> list[str]:
-    """The lines that the terminal shows at the end; what was drawn over is gone."""
+    """Return the lines that the terminal shows at the end; what was drawn over is gone."""
     lines = output.rstrip().replace("\r\n", "\n").split("\n")
     return [re.sub(r"\x1b\[\?25[lh]", "", line).split("\r\x1b[2K")[-1] for line in lines]
 
 
 def as_svg(lines: list[str]) -> str:
-    """A window with these lines."""
+    """Return a window with these lines."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
     for line in lines:
         console.print(Text.from_ansi(line), no_wrap=True, crop=True)

@@ -38,7 +38,7 @@ def table(page: str) -> str:
 
 
 def _number(cell: str) -> float:
-    """The first number in a cell."""
+    """Return the first number in a cell."""
     return float(cell.split()[0].replace(",", ""))
 
 

@@ -84,7 +84,7 @@ assert ALIASES.keys() <= READABLE.keys(), ALIASES.keys() - READABLE.keys()
 
 
 def lines(site: str) -> Iterator[tuple[str, str, str]]:
-    """The name, role and place of each of a site's entries."""
+    """Yield the name, role and place of each of a site's entries."""
     for line in (INVENTORIES / f"{site}.txt").read_text().splitlines():
         name, role, place = line.split()
         yield name, role, place
@@ -117,7 +117,7 @@ class Code(SphinxRole):
     """`code` in a docstring: a link where it is a name with a module, or a known class."""
 
     def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
-        """What docutils puts at its place."""
+        """Return what docutils puts at its place."""
         full = FULL_NAMES.get(self.text, self.text)
         for short, place in SHORT.items():
             full = re.sub(rf"^({short})\.", f"{place}.", full)
@@ -140,11 +140,11 @@ class Readable(ast.NodeTransformer):
         return node
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        """A type in a module of its own, where it has one."""
+        """Return a type in a module of its own, where it has one."""
         return self._named(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        """A type with its module."""
+        """Return a type with its module."""
         return self._named(node)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
@@ -153,7 +153,7 @@ class Readable(ast.NodeTransformer):
         return node if shown is node.operand else shown
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        """A union: what can be left out shows by its default, and None comes last."""
+        """Return a union: what can be left out shows by its default, and None comes last."""
         if not isinstance(node.op, ast.BitOr):
             return node
         members: dict[str, ast.AST] = {}
@@ -170,7 +170,7 @@ class Readable(ast.NodeTransformer):
 
 
 def union(node: ast.AST) -> Iterator[ast.AST]:
-    """The members of a union."""
+    """Yield the members of a union."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         yield from union(node.left)
         yield from union(node.right)
@@ -179,7 +179,7 @@ def union(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def readable(signature: str, returns: str | None) -> tuple[str, str | None]:
-    """A signature as text, with types that read; `...` stands for what a call leaves out.
+    """Return a signature as text, with types that read; `...` stands for what a call leaves out.
 
     Example:
         >>> readable("(x: fitkit.typing.FilePath | Unset = UNSET)", "None")
@@ -200,7 +200,7 @@ def readable(signature: str, returns: str | None) -> tuple[str, str | None]:
 
 
 def shorten(app: Any, what: str, name: str, thing: Any, options: Any, *signature: str) -> Any:
-    """The event `autodoc-process-signature`."""
+    """Return the event `autodoc-process-signature`."""
     return None if signature[0] is None else readable(*signature)
 
 

@@ -80,7 +80,7 @@ def load_images() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def linear_error(train: torch.Tensor, held_out: torch.Tensor) -> float:
-    """The mean squared error of the best linear squeeze into as many numbers."""
+    """Return the mean squared error of the best linear squeeze into as many numbers."""
     pca = PCA(CODE_SIZE).fit(train.numpy())
     restored = pca.inverse_transform(pca.transform(held_out.numpy()))
     return float(((restored - held_out.numpy()) ** 2).mean())

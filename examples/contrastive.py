@@ -87,7 +87,7 @@ def contrastive_loss(one: torch.Tensor, two: torch.Tensor, temperature: float) -
 
 
 def two_views(images: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch's images (1, 8, 8), each rotated, scaled and shifted by chance in two ways."""
+    """Return a batch's images (1, 8, 8), each rotated, scaled and shifted by chance in two ways."""
     stacked = torch.stack(images)
     return distorted(stacked), distorted(stacked)
 
@@ -108,7 +108,7 @@ def distorted(images: torch.Tensor) -> torch.Tensor:
 def trained(
     images: torch.Tensor, epochs: int, verbose: int, **hardware: Any
 ) -> tuple[Contrastive, dict[str, list[float]]]:
-    """A net trained from the same first weights on the same batches, and its history."""
+    """Return a net trained from the same first weights on the same batches, and its history."""
     fitkit.set_seed(0)
     model = Contrastive()
     loader: Any = DataLoader(

@@ -28,7 +28,7 @@ WANTED_ACCURACY = 0.97
 
 
 def build_net() -> nn.Module:
-    """A plain PyTorch network: images of shape (B, 1, 8, 8) in, ten logits out."""
+    """Return a plain PyTorch network: images of shape (B, 1, 8, 8) in, ten logits out."""
     return nn.Sequential(
         nn.Conv2d(1, 32, kernel_size=3, padding=1),  # (B, 32, 8, 8)
         nn.BatchNorm2d(32),
@@ -138,7 +138,7 @@ def plot_curves(history: fitkit.callbacks.History, path: Path) -> None:
 
 
 def print_results(runs: dict[str, tuple[dict[str, float], float]]) -> None:
-    """The final table: how each training did on the images that it never saw."""
+    """Print the final table: how each training did on the images that it never saw."""
     table = Table("trained on", "loss", "accuracy", "training time", title="Held-out test")
     for name, (result, seconds) in runs.items():
         table.add_row(

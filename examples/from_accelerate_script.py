@@ -48,7 +48,7 @@ WARM, UPDATES = 10, 69  # of three epochs: 45 batches on each of two processes, 
 
 
 def rate(update: int) -> float:
-    """A linear warm-up, then down to 0, as transformers' get_linear_schedule_with_warmup."""
+    """Return a linear warm-up, then down to 0, as transformers' get_linear_schedule_with_warmup."""
     return min((update + 1) / WARM, (UPDATES - update) / (UPDATES - WARM))
 
 

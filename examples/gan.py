@@ -111,7 +111,7 @@ class Judge:
         return self.classifier.predict(images)
 
     def distance(self, images: np.ndarray, others: np.ndarray) -> float:
-        """The Fréchet distance between two sets of images: 0 where they are alike."""
+        """Return the Fréchet distance between two sets of images: 0 where they are alike."""
         one, two = (self._activations(each) for each in (images, others))
         covariances = [np.cov(each, rowvar=False) for each in (one, two)]
         # The trace of a matrix's root is the sum of its eigenvalues' roots.

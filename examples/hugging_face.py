@@ -47,7 +47,9 @@ class Samples(Dataset[dict[str, torch.Tensor]]):
 
 
 def dataset_of(rows: np.ndarray) -> Any:
-    """The samples as a `datasets` Dataset where that is installed, else as a torch Dataset."""
+    """Return the samples as a `datasets` Dataset where that is installed, else as a torch
+    Dataset.
+    """
     if importlib.util.find_spec("datasets") is None:
         return Samples(rows)
     import datasets

@@ -51,7 +51,7 @@ class LoRA(nn.Module):
 
 
 def with_adapters(base: nn.Module) -> Any:
-    """A copy of a Hugging Face model of which only adapters of its attention learn."""
+    """Return a copy of a Hugging Face model of which only adapters of its attention learn."""
     torch.manual_seed(0)
     net: Any = copy.deepcopy(base).requires_grad_(False)
     for layer in net.model.layers:
@@ -89,7 +89,7 @@ class Crash(Callback):
 
 
 def tuned(base: nn.Module, documents: list[str], *callbacks: Callback) -> fitkit.Model:
-    """The base with adapters that learned the documents on two processes."""
+    """Return the base with adapters that learned the documents on two processes."""
     model = fitkit.Model(with_adapters(base))
     model.compile("adamw", learning_rate=1e-2, lr_scheduler="cosine", gradient_clip_val=1.0)
     model.compile(accelerator="cpu", devices=2)

@@ -35,7 +35,7 @@ CUTS: dict[str, dict[str, int]] = {
 
 
 def texts() -> list[dict[str, torch.Tensor]]:
-    """The beginnings of the reference's topics, as bytes: 3 to 48 of each, padded."""
+    """Return the beginnings of the reference's topics, as bytes: 3 to 48 of each, padded."""
     samples = []
     for number, topic in enumerate(sorted(topics.values())[:TEXTS]):
         found = list(topic.encode()[: 3 + 7 * number % (LENGTH - 2)])
@@ -51,7 +51,7 @@ def texts() -> list[dict[str, torch.Tensor]]:
 
 
 def trained(cut: dict[str, Any]) -> tuple[fitkit.Model, list[float]]:
-    """The model, and each epoch's loss."""
+    """Return the model, and each epoch's loss."""
     parts = cut.get("devices", 1) * cut.get("accumulate_grad_batches", 1)
     torch.manual_seed(0)
     config = GPT2Config(

@@ -73,7 +73,7 @@ def new_net() -> GPT:
 
 
 def warm_up_then_cosine(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-    """A tenth of the updates up to the full rate, then along a cosine down to nothing."""
+    """Return a tenth of the updates up to the full rate, then along a cosine down to nothing."""
     warm = UPDATES // 10
 
     def part_of_rate(update: int) -> float:
@@ -99,7 +99,7 @@ def by_fitkit(x: Tensor, y: Tensor) -> tuple[fitkit.Model, dict[str, list[float]
 
 
 def by_hand(x: Tensor, y: Tensor) -> tuple[GPT, list[float]]:
-    """The same in plain PyTorch."""
+    """Return the same in plain PyTorch."""
     net = new_net()
     matrices = [p for p in net.blocks.parameters() if p.ndim == 2]
     others = [p for p in net.parameters() if all(p is not matrix for matrix in matrices)]

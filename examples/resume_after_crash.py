@@ -26,7 +26,7 @@ EPOCHS = 6
 
 
 def train(backups: str, weights: str) -> None:
-    """What a user's script does."""
+    """Do what a user's script does."""
     fitkit.set_seed(0)
     images, digits = load_digits(return_X_y=True)
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10))

@@ -23,7 +23,7 @@ from fitkit.sklearn import Classifier
 
 
 def perceptron(n_features: int, n_outputs: int, hidden: int = 16) -> nn.Module:
-    """A net with one hidden layer; scikit-learn's search sets its width."""
+    """Return a net with one hidden layer; scikit-learn's search sets its width."""
     return nn.Sequential(
         nn.Linear(n_features, hidden),
         nn.ReLU(),

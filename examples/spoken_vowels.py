@@ -29,7 +29,7 @@ Recording = tuple[torch.Tensor, int]  # (steps, 12), and the speaker from 0 to 8
 
 
 def recordings(part: str) -> list[Recording]:
-    """The recordings of a part, `"TRAIN"` or `"TEST"`."""
+    """Return the recordings of a part, `"TRAIN"` or `"TEST"`."""
     aeon = importlib.util.find_spec("aeon")
     if aeon is None or aeon.origin is None:
         sys.exit("The recordings come with aeon: pip install --no-deps aeon")
@@ -44,7 +44,7 @@ def recordings(part: str) -> list[Recording]:
 
 
 def padded(batch: list[Recording]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The net's inputs by name, and the speakers."""
+    """Return the net's inputs by name, and the speakers."""
     sequences, speakers = zip(*batch, strict=True)
     inputs = {
         "sequences": pad_sequence(list(sequences), batch_first=True),  # (B, longest, 12)

@@ -47,7 +47,7 @@ class Classifier(nn.Module):
 
 
 def compiled() -> fitkit.Model:
-    """A fresh net, ready to train."""
+    """Return a fresh net, ready to train."""
     model = fitkit.Model(Classifier())
     model.compile("adam", "cross_entropy", metrics=["accuracy"], learning_rate=2e-3, devices=1)
     return model

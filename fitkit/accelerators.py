@@ -33,7 +33,7 @@ def visible() -> dict[str, int]:
 
 
 def device_for(kind: str, index: int) -> torch.device:
-    """The device of a type and an index."""
+    """Return the device of a type and an index."""
     return torch.device(kind) if kind in WITHOUT_INDEX else torch.device(kind, index)
 
 
@@ -104,7 +104,7 @@ def _widest(kind: str) -> torch.dtype:
 
 
 def exact_count(count: torch.Tensor) -> float | torch.Tensor:
-    """A count (()) as a number; on a device, where reading it would wait, in `widest_dtype`.
+    """Return a count (()) as a number; on a device, where reading it would wait, in `widest_dtype`.
 
     Torch divides whole numbers in float32.
     """
@@ -112,12 +112,12 @@ def exact_count(count: torch.Tensor) -> float | torch.Tensor:
 
 
 def number_of(value: float | torch.Tensor | None) -> float | torch.Tensor | None:
-    """A count as Python's number, if reading it doesn't wait; on a device as `exact_count`."""
+    """Return a count as Python's number if reading it doesn't wait; else as `exact_count`."""
     return exact_count(value) if isinstance(value, torch.Tensor) else value
 
 
 def backends_for(device: torch.device) -> str:
-    """The backends of process groups for ranks on such devices, by torch's own map.
+    """Return the backends of process groups for ranks on such devices, by torch's own map.
 
     Objects and numbers go through main memory by gloo, so that they take none of the device's, and
     the host waits for none of its work.
@@ -132,7 +132,7 @@ def empty_cache(device: torch.device) -> None:
 
 
 def free_and_total_bytes(device: torch.device) -> tuple[int, int] | None:
-    """The device's free and whole memory; None where its type doesn't say."""
+    """Return the device's free and whole memory; None where its type doesn't say."""
     if not is_accelerator(device) or not hasattr(torch.get_device_module(device), "mem_get_info"):
         return None
     free, total = torch.get_device_module(device).mem_get_info(device)
@@ -140,17 +140,17 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int] | None:
 
 
 def held_bytes(device: torch.device) -> int:
-    """The memory of tensors on the device."""
+    """Return the memory of tensors on the device."""
     return int(_called(device, "memory_allocated", device) or 0)
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """The memory that torch holds on the device, for tensors or for later."""
+    """Return the memory that torch holds on the device, for tensors or for later."""
     return int(_called(device, "memory_reserved", device) or held_bytes(device))
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory that tensors took since `reset_peak`."""
+    """Return the most memory that tensors took since `reset_peak`."""
     return int(_called(device, "max_memory_allocated", device) or 0)
 
 
@@ -160,7 +160,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def name_of(device: torch.device) -> str:
-    """The device's own name, or its type's where it has none."""
+    """Return the device's own name, or its type's where it has none."""
     return str(_called(device, "get_device_name", device) or device.type)
 
 
@@ -176,7 +176,9 @@ def computes_bfloat16(device: torch.device) -> bool:
 
 
 def generator_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
-    """The states of the random numbers of devices, those in use; a CPU's isn't among them."""
+    """Return the states of the random numbers of devices, those in use; a CPU's isn't among
+    them.
+    """
     states: list[torch.Tensor] = []
     for device in filter(is_accelerator, devices):
         module = torch.get_device_module(device)
@@ -207,7 +209,9 @@ def kept_random_numbers(devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 def current_device() -> torch.device:
-    """The accelerator's current device: a call's own within a verb; the CPU where there is none."""
+    """Return the accelerator's current device: a call's own within a verb; the CPU where there is
+    none.
+    """
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None or kind.type in WITHOUT_INDEX:
         return kind or torch.device("cpu")
@@ -215,7 +219,7 @@ def current_device() -> torch.device:
 
 
 def _called(device: torch.device, name: str, *given: Any) -> Any:
-    """A function of the type's module; None where there is no such type or function."""
+    """Return a function of the type's module; None where there is no such type or function."""
     if not is_accelerator(device):
         return None
     function = getattr(torch.get_device_module(device), name, None)

@@ -87,7 +87,7 @@ def are_module_classes(given: Any) -> bool:
 
 
 def matching(module: nn.Module, blocks: list[nn.Module], asked: Blocks) -> list[nn.Module]:
-    """The submodules whose activations are recomputed.
+    """Return the submodules whose activations are recomputed.
 
     Args:
         blocks: the blocks that True selects.
@@ -113,7 +113,7 @@ UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 def repeated(
     module: nn.Module, is_able: Callable[[nn.Module], bool] = lambda child: True
 ) -> list[nn.Module]:
-    """The outermost submodules of several parts that have siblings of the same class.
+    """Return the outermost submodules of several parts that have siblings of the same class.
 
     Args:
         is_able: whether a submodule can be a block.

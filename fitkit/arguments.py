@@ -23,7 +23,7 @@ Function = TypeVar("Function", bound=AnyCallable)
 
 
 def describe(value: object) -> str:
-    """A short description of a value for a message: its repr, or type and shape."""
+    """Return a short description of a value for a message: its repr, or type and shape."""
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple):
         return f"{type(value).__name__} of shape {tuple(shape)}"
@@ -246,7 +246,7 @@ def snake_case(class_name: str) -> str:
 
 
 def callable_name(function: AnyCallable) -> str:
-    """A function's name, the name inside a partial, or an object's class in snake case."""
+    """Return a function's name, the name inside a partial, or an object's class in snake case."""
     while isinstance(function, functools.partial):
         function = function.func
     name = getattr(function, "__name__", None)
@@ -287,7 +287,7 @@ def _plain(name: str, value: object) -> dict[str, object]:
 
 
 def name_of(value: object) -> str:
-    """What a value is called: never its address, which differs from run to run."""
+    """Return what a value is called: never its address, which differs from run to run."""
     if isinstance(value, (str, int, float)) or value is None:
         return str(value)
     if isinstance(value, functools.partial):

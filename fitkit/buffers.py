@@ -36,7 +36,9 @@ class Place(NamedTuple):
 
 
 def part_at(module: nn.Module, path: str) -> nn.Module:
-    """The submodule at a path, past attributes: `model.net` may be another library's network."""
+    """Return the submodule at a path, past attributes: `model.net` may be another library's
+    network.
+    """
     for name in path.split(".") if path else ():
         part = module._modules[name]
         assert part is not None
@@ -45,7 +47,7 @@ def part_at(module: nn.Module, path: str) -> nn.Module:
 
 
 def places_of(module: nn.Module, *, buffers: bool = True) -> dict[str, Place]:
-    """The places of a module's parameters and buffers, by name. Shared ones come once."""
+    """Return the places of a module's parameters and buffers, by name. Shared ones come once."""
     names = [name for name, _ in module.named_parameters()]
     names += [name for name, _ in module.named_buffers()] if buffers else []
     found = {}
@@ -58,7 +60,7 @@ def places_of(module: nn.Module, *, buffers: bool = True) -> dict[str, Place]:
 
 
 def extra_states(module: nn.Module) -> list[tuple[nn.Module, Any]]:
-    """Copies of what submodules keep beside their tensors, for their `set_extra_state`."""
+    """Return copies of what submodules keep beside their tensors, for their `set_extra_state`."""
     return [
         (part, copy.deepcopy(part.get_extra_state()))
         for part in module.modules()

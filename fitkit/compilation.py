@@ -137,16 +137,16 @@ class CompileArguments:
                 )
 
     def as_dict(self) -> dict[str, object]:
-        """The arguments by name, for files and logs. What was left out is None."""
+        """Return the arguments by name, for files and logs. What was left out is None."""
         return {name: None if value is UNSET else value for name, value in vars(self).items()}
 
     def chosen_optimizer(self) -> OptimizerChoice:
-        """What `optimizer` and `learning_rate` mean together."""
+        """Return what `optimizer` and `learning_rate` mean together."""
         optimizer = "adam" if self.optimizer is None else self.optimizer
         return OptimizerChoice(optimizer, None if instances_in(optimizer) else self.learning_rate)
 
     def chosen_strategy(self, devices: DevicesArgument | Unset = UNSET) -> Strategy:
-        """What the arguments about hardware mean in this process.
+        """Return what the arguments about hardware mean in this process.
 
         Args:
             devices: those that were chosen before; left out, they are chosen now.
@@ -181,7 +181,7 @@ class CompileArguments:
 
 
 def given_or(value: Value | Unset, before: Value) -> Value:
-    """The value of an argument; the value before if the call left it out."""
+    """Return the value of an argument; the value before if the call left it out."""
     return before if value is UNSET else value
 
 
@@ -263,7 +263,7 @@ class Compilation:
         return {**self._state_here(), "free_gpus": UNSET}
 
     def _state_here(self) -> dict[str, object]:
-        """What copies on this machine get."""
+        """Return what copies on this machine get."""
         state = {name: value for name, value in vars(self).items() if name != "strategy"}
         if self.given.auto_select_gpus and "strategy" in vars(self):
             state["free_gpus"] = [*self.strategy.device_ids]
@@ -282,12 +282,12 @@ class Compilation:
         return made
 
     def _state_for_ranks(self, strategy: Strategy) -> dict[str, object]:
-        """The ranks of a call get its strategy. Other models that come along resolve theirs."""
+        """Give a call's ranks its strategy. Other models that come along resolve theirs."""
         return vars(self) if self.strategy is strategy else self._state_here()
 
     @classmethod
     def default(cls) -> Compilation:
-        """The state before any call to `compile`."""
+        """Return the state before any call to `compile`."""
         given = CompileArguments()
         plain = cls(
             given, given.chosen_optimizer(), None, CompiledLoss(None), CompiledMetrics(None)
@@ -295,13 +295,14 @@ class Compilation:
         return plain.on(given.chosen_strategy())
 
     def on(self, strategy: Strategy) -> Compilation:
-        """This configuration with another strategy than a copy would resolve."""
+        """Return this configuration with another strategy than a copy would resolve."""
         made = copy.copy(self)
         vars(made)["strategy"] = strategy
         return made
 
     def updated(self, given: CompileArguments, anew: Anew, model: torch.nn.Module) -> Compilation:
-        """This record with a call's arguments. What they leave unchanged stays the same object.
+        """Return this record with a call's arguments. What they leave unchanged stays the same
+        object.
 
         Args:
             given: the arguments that hold from now on.
@@ -330,7 +331,7 @@ class Compilation:
         return self.given.optimizer is not None
 
     def trainable(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
-        """The parameters that may learn: the model's and the losses' own."""
+        """Return the parameters that may learn: the model's and the losses' own."""
         return parameters_of(model, *self.loss_modules)
 
     @functools.cached_property
@@ -340,7 +341,7 @@ class Compilation:
         return list(dict.fromkeys(found))
 
     def loss_parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters of losses that are modules."""
+        """Return the parameters of losses that are modules."""
         return [parameter for loss in self.loss_modules for parameter in loss.parameters()]
 
 

@@ -106,7 +106,7 @@ CODES = {
 
 
 def with_code(message: str, code: str) -> str:
-    """A message that ends with its code, and with the section of the page that explains it.
+    """Return a message that ends with its code, and with the section of the page that explains it.
 
     Example:
         >>> from fitkit.errors import with_code
@@ -217,7 +217,7 @@ class MissingPackageError(FitkitError, ImportError):
 
 
 def missing_package(package: str, extra: str, purpose: str) -> MissingPackageError:
-    """The error for an optional package that isn't there, naming the extra to install."""
+    """Return the error for an optional package that isn't there, naming the extra to install."""
     return MissingPackageError(
         f"{purpose} needs the package {package!r}, which isn't installed. "
         f"Install it with: pip install 'fitkit[{extra}]'",
@@ -314,7 +314,9 @@ def raised_in_torch(error: BaseException) -> bool:
 
 
 def asked_by(error: BaseException) -> str:
-    """The part of fitkit that called what raised `error`: `"losses"`, `"metrics"`, `"training"`."""
+    """Return the part of fitkit that called what raised `error`: `"losses"`, `"metrics"`,
+    `"training"`.
+    """
     found, frame = "", error.__traceback__
     while frame is not None:
         name = frame.tb_frame.f_globals.get("__name__", "")

@@ -273,7 +273,7 @@ class FitState:
     unsaved: dict[str, str] | None = None
 
     def __getstate__(self) -> PlainData:
-        """The state of a copy: everything but the run. Its lists are its own."""
+        """Return the state of a copy: everything but the run. Its lists are its own."""
         lists = {name: list(value) for name, value in vars(self).items() if type(value) is list}
         return {**vars(self), **lists, "run": None, "grad_norms": None}
 
@@ -283,7 +283,7 @@ class FitState:
         compilation: Compilation,
         configure: Callable[[], object] | None,
     ) -> list[Optimizer]:
-        """The optimizers over the model's parameters.
+        """Return the optimizers over the model's parameters.
 
         An optimizer made from a name is built again if parameters have been replaced. Otherwise it
         would keep training the old ones.
@@ -352,7 +352,7 @@ class FitState:
         return frozen
 
     def scalings_for(self, strategy: Strategy, count: int) -> list[Scaling]:
-        """The loss scalers, if the precision needs them. They are kept from fit to fit."""
+        """Return the loss scalers, if the precision needs them. They are kept from fit to fit."""
         if strategy.precision.scaler(strategy.device) is None:
             self.scalings = []
             return []
@@ -487,7 +487,9 @@ class FitState:
             group.pop(name, None)
 
     def restorer(self) -> Callable[[], None]:
-        """A function that undoes what a call changes from now on: objects, and groups' settings."""
+        """Return a function that undoes what a call changes from now on: objects, and groups'
+        settings.
+        """
         objects, before = {name: getattr(self, name) for name in RESTORED}, self.settings()
 
         def restore() -> None:
@@ -500,7 +502,7 @@ class FitState:
         return restore
 
     def settings(self) -> list[PlainData]:
-        """The groups' settings. Rates in tensors change in place, so they are copied."""
+        """Return the groups' settings. Rates in tensors change in place, so they are copied."""
         return [
             {
                 name: value.clone() if isinstance(value, torch.Tensor) else value

@@ -22,7 +22,9 @@ def _data() -> dict[str, Any]:
 
 @functools.cache
 def rows() -> dict[str, dict[tuple[str, str], str]]:
-    """The place (a verb, a class or a module) → (the peer, its name) → what to write here."""
+    """Return the place (a verb, a class or a module) → (the peer, its name) → what to write
+    here.
+    """
     found: dict[str, dict[tuple[str, str], str]] = {}
     for places, by_peer in _data()["names"].items():
         for place in places.split(", "):
@@ -32,7 +34,7 @@ def rows() -> dict[str, dict[tuple[str, str], str]]:
 
 
 def instead(place: str, name: str) -> str:
-    """What to write for a peer's name; empty where nobody has it.
+    """Return what to write for a peer's name; empty where nobody has it.
 
     Args:
         place: a verb's name, `"fitkit.Model"`, a module's name, or an argument that takes names.
@@ -44,7 +46,7 @@ def instead(place: str, name: str) -> str:
 
 
 def no_attribute(module: str, name: str) -> AttributeError:
-    """The error for a name that a module doesn't have."""
+    """Return the error for a name that a module doesn't have."""
     missing, sentence = f"module {module!r} has no attribute {name!r}", instead(module, name)
     return AttributeError(f"{missing}. {sentence}" if sentence else missing)
 
@@ -55,7 +57,7 @@ def model_hook(name: str) -> str | None:
 
 
 def instead_of_model_hook(name: str) -> str | None:
-    """What to write for a hook of a `LightningModule` that fitkit doesn't call."""
+    """Return what to write for a hook of a `LightningModule` that fitkit doesn't call."""
     sentence: str | None = _data()["model hooks"]["instead"].get(name)
     ours = callback_hook(name)
     if sentence is None and ours is not None:
@@ -69,18 +71,18 @@ def callback_hook(name: str) -> str | None:
 
 
 def instead_of_callback_hook(name: str) -> str | None:
-    """What to write for a method of Lightning's callbacks that fitkit's don't have."""
+    """Return what to write for a method of Lightning's callbacks that fitkit's don't have."""
     return _data()["callback hooks"]["instead"].get(name)
 
 
 def callback_arguments() -> dict[str, str]:
-    """What Lightning gives to each hook of a callback, and where it is here."""
+    """Return what Lightning gives to each hook of a callback, and where it is here."""
     arguments: dict[str, str] = _data()["callback hooks"]["arguments"]
     return arguments
 
 
 def markdown(*peers: str) -> str:
-    """A table of these peers' names, as the pages for their users have it."""
+    """Return a table of these peers' names, as the pages for their users have it."""
     lines = ["| name | what to write |", "|---|---|"]
     for place, names in rows().items():
         for (peer, name), sentence in names.items():

@@ -64,17 +64,17 @@ class Guest(nn.Module):
         """Follow an optimizer, for what must happen after each update."""
 
     def for_loss(self, outputs: Tree, y: Tree, weight: Tree) -> tuple[Tree, Tree, Tree]:
-        """Outputs, targets and weights of a batch, as losses take them."""
+        """Return the outputs, targets and weights of a batch, as losses take them."""
         return outputs, y, weight
 
     def for_metrics(self, outputs: Tree, y: Tree, weight: Tree) -> tuple[Tree, Tree, Tree]:
-        """What `for_loss` returned, as metrics take it."""
+        """Return what `for_loss` returned, as metrics take it."""
         return outputs, y, weight
 
     def with_added(
         self, loss: torch.Tensor, count: Any, terms: list[Any], *, is_part: bool
     ) -> tuple[torch.Tensor, Any, list[Any]]:
-        """A batch's loss, what it is a mean over, and its terms, with what the network adds.
+        """Return a batch's loss, what it is a mean over, and its terms, with what the network adds.
 
         Args:
             is_part: whether the batch is a part of what an update sees.
@@ -82,7 +82,7 @@ class Guest(nn.Module):
         return loss, count, terms
 
     def counts_to_come(self, counts: list[Any]) -> list[Any]:
-        """What the terms of a batch will be means over, before its forward.
+        """Return what the terms of a batch will be means over, before its forward.
 
         Args:
             counts: by the targets alone; None for the batch's samples.
@@ -101,7 +101,7 @@ TRANSLATORS.promise("fitkit.extras.keras_objects:translated", "keras")
 
 
 def package_of(value: object) -> str | None:
-    """The package in `GUESTS`, imported already, that has a base class of a value."""
+    """Return the package in `GUESTS`, imported already, that has a base class of a value."""
     for package in GUESTS:
         if package in sys.modules:
             for kind in type(value).__mro__:
@@ -111,7 +111,7 @@ def package_of(value: object) -> str | None:
 
 
 def as_net(value: object) -> Any:
-    """A network as a model holds it: a `Guest` around one of another library, else the same."""
+    """Return a network as a model holds it: in a `Guest`, if it is another library's."""
     package = None if isinstance(value, Guest) else package_of(value)
     return value if package is None else GUESTS[package](value)
 
@@ -131,7 +131,7 @@ def warn_of_parts(model: nn.Module) -> None:
 
 
 def as_ours(argument: str, value: Tree) -> Tree:
-    """An argument of `compile` in which other libraries' objects became what it takes."""
+    """Return an argument of `compile` in which other libraries' objects became what it takes."""
     if all(package_of(leaf) is None for leaf in trees.leaves(value)):
         return value
 
@@ -143,6 +143,6 @@ def as_ours(argument: str, value: Tree) -> Tree:
 
 
 def guest_of(model: nn.Module) -> Guest | None:
-    """The guest that a model wraps; None for other networks."""
+    """Return the guest that a model wraps; None for other networks."""
     net = model._modules.get("net")
     return net if isinstance(net, Guest) else None

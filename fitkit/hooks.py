@@ -167,7 +167,7 @@ def _check_arguments(kind: type, name: str) -> None:
 
 
 def _lightnings_arguments(function: object) -> list[str]:
-    """The arguments of a function that only Lightning gives."""
+    """Return the arguments of a function that only Lightning gives."""
     if not inspect.isfunction(function):
         return []
     theirs = callback_arguments()
@@ -183,13 +183,13 @@ def _own_bases(kind: type) -> list[type]:
 
 
 def _meant(name: str) -> str | None:
-    """The hook that a name looks like; None where it looks like none."""
+    """Return the hook that a name looks like; None where it looks like none."""
     close = difflib.get_close_matches(name, MODEL_HOOKS, n=1, cutoff=CLOSE)
     return model_hook(name) or (close[0] if close else None)
 
 
 def step_arguments(model: Module, step: str) -> tuple[str, ...]:
-    """What a step takes beside the batch: `"batch_idx"`, `"optimizer_idx"`, in its order.
+    """Return what a step takes beside the batch: `"batch_idx"`, `"optimizer_idx"`, in its order.
 
     Raises:
         ConfigurationError: it takes no batch, or needs something that there isn't.

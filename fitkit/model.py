@@ -134,26 +134,28 @@ class Model(Module):
         super().__setattr__(name, value)
 
     def __copy__(self) -> Model:
-        """A model of the same net and optimizer, which can be compiled by itself."""
+        """Return a model of the same net and optimizer, which can be compiled by itself."""
         made = type(self).__new__(type(self))
         vars(made).update(self.__getstate__())
         vars(made)["_fitkit"] = copy.copy(self._fitkit)
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles of the model get. An override may leave out what they can't."""
+        """Return what copies and pickles of the model get. An override may leave out what they
+        can't.
+        """
         self._fitkit.check_copy()
         state: dict[str, Any] = super().__getstate__()
         return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Model:
-        """A copy on the same device."""
+        """Return a copy on the same device."""
         made = memo[id(self)] = type(self).__new__(type(self))
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return made
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """A pickle can be read on a machine without the accelerator, too."""
+        """Return parts of a pickle that a machine without the accelerator can read, too."""
         reduced: Any = super().__reduce_ex__(protocol)
         tensors = itertools.chain(self.parameters(), self.buffers())
         if len(reduced) == 2 or not any(is_accelerator(tensor.device) for tensor in tensors):
@@ -162,7 +164,7 @@ class Model(Module):
         return function, arguments, in_main_memory(state), *others
 
     def _state_for_ranks(self, strategy: object) -> dict[str, Any]:
-        """The tensors as they are, by which the call knows those that it leaves out."""
+        """Return the tensors as they are, by which the call knows those that it leaves out."""
         return self.__getstate__()
 
     def load_state_dict(
@@ -716,7 +718,9 @@ class Model(Module):
             return self._launcher().launch(verb, run_streamed, self, arguments, receiver)
 
     def _launcher(self) -> Launcher:
-        """What brings a call to every rank. Within a run (in a callback) all ranks are here."""
+        """Return what brings a call to every rank. Within a run (in a callback) all ranks are
+        here.
+        """
         strategy = self._fitkit.compilation.strategy
         check_outside_of_loop(strategy)
         inside = strategy.collectives.world_size > 1
@@ -998,7 +1002,9 @@ class Model(Module):
             )
 
     def _repr_html_(self) -> str:
-        """The view in a notebook: the compiled arguments, the layers and their parameters."""
+        """Return the view in a notebook: the compiled arguments, the layers and their
+        parameters.
+        """
         from fitkit.extras.pictures.html import model_html
         from fitkit.extras.summary import summarize
 
@@ -1194,7 +1200,7 @@ def _resumed(model: Model, arguments: FitArguments, path: FilePath) -> FitArgume
 
 
 def _as_asked(values: dict[str, Any], return_dict: bool) -> Any:
-    """The values as a dict, as a list, or the loss alone."""
+    """Return the values as a dict, as a list, or the loss alone."""
     if return_dict:
         return Results(values)
     found = list(values.values())

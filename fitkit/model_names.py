@@ -90,12 +90,12 @@ def set_weights(model: Module, weights: Any) -> None:
 
 
 def count_params(model: Module) -> int:
-    """The number of parameters, including frozen ones. A shared parameter counts once."""
+    """Return the number of parameters, including frozen ones. A shared parameter counts once."""
     return sum(parameter.numel() for parameter in _without_lazy(model.parameters()))
 
 
 def layers(model: Module) -> list[nn.Module]:
-    """The net's first-level layers, in a new list each time."""
+    """Return the net's first-level layers, in a new list each time."""
     net = model._weights_module()
     if isinstance(net, Guest):
         return list(getattr(net.given, "layers", [net.given]))
@@ -103,7 +103,7 @@ def layers(model: Module) -> list[nn.Module]:
 
 
 def _held_weights(model: Module) -> list[torch.Tensor]:
-    """The tensors of the net's state dict that are in use."""
+    """Return the tensors of the net's state dict that are in use."""
     state = model._weights_module().state_dict().values()
     return _without_lazy(part for part in state if isinstance(part, torch.Tensor))
 
@@ -119,7 +119,7 @@ def _without_lazy(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor, gathered from all ranks if a strategy has sharded it (a `DTensor`)."""
+    """Return a tensor, gathered from all ranks if a strategy has sharded it (a `DTensor`)."""
     joined = getattr(tensor, "full_tensor", None)
     return tensor.detach() if joined is None else joined().detach()
 
@@ -130,7 +130,8 @@ def _some(shapes: list[tuple[int, ...]]) -> str:
 
 @functools.cache
 def public_names(base: type) -> frozenset[str]:
-    """The public names that `Model` adds to torch's, and that mean the same in each subclass.
+    """Return the public names that `Model` adds to torch's, and that mean the same in each
+    subclass.
 
     Args:
         base: the class `Model`, here and below.
@@ -180,7 +181,7 @@ def _may_define(base: type, name: str, value: Any) -> bool:
 
 
 def _other_meaning(kind: type, base: type, name: str) -> ConfigurationError:
-    """The error for a public name that a subclass uses for something else."""
+    """Return the error for a public name that a subclass uses for something else."""
     defined = inspect.getattr_static(base, name, None)
     text = "the History of the last fit" if name == "history" else inspect.getdoc(defined) or ""
     first = text.partition("\n")[0].rstrip(".")

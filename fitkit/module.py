@@ -53,7 +53,7 @@ def merged(reduce_fx: str, states: list[tuple[float, float]]) -> float | None:
 
 
 def as_loggable(name: str, value: Any) -> Any:
-    """A value for `Logged.add`: a detached 0-d tensor, or a torchmetrics object as it is.
+    """Return a value for `Logged.add`: a detached 0-d tensor, or a torchmetrics object as it is.
 
     Raises:
         ArgumentTypeError, ConfigurationError: no number, or several.
@@ -82,7 +82,7 @@ def is_metric(value: Any) -> bool:
 
 
 def joined_values(values: list[tuple[Any, int]], reduce_fx: str) -> tuple[Any, int]:
-    """The values that replicas logged for their parts of a batch, as one for the batch.
+    """Return the values that replicas logged for their parts of a batch, as one for the batch.
 
     Args:
         values: of each replica, with its number of samples.
@@ -130,7 +130,7 @@ class Module(nn.Module):
     current_epoch: int = 0
 
     def __getattr__(self, name: str) -> Any:
-        """A parameter, buffer or module of that name.
+        """Return a parameter, buffer or module of that name.
 
         Raises:
             AttributeError: there is none. For a name from Keras or Lightning, the message says
@@ -158,7 +158,7 @@ class Module(nn.Module):
         return net(*args, **kwargs)
 
     def _weights_module(self) -> nn.Module:
-        """The module whose names weight files use: the net, if the model only wraps it."""
+        """Return the module whose names weight files use: the net, if the model only wraps it."""
         net = self._modules.get("net")
         if isinstance(net, nn.Module) and list(self._modules) == ["net"]:
             beside = [*self.parameters(recurse=False), *self.buffers(recurse=False)]
@@ -245,7 +245,7 @@ class Module(nn.Module):
     # ------------------------------------------------------------------ at an epoch's end
 
     def training_epoch_end(self, outputs: list[Any]) -> None:
-        """Called after the last training batch of an epoch, before the validation.
+        """Act after the last training batch of an epoch, before the validation.
 
         Args:
             outputs: what the steps of this rank returned, without gradients. fitkit keeps them
@@ -510,7 +510,7 @@ class Module(nn.Module):
         return is_own and not self._fitkit.compilation.names_optimizer
 
     def _made_optimizers(self) -> list[Optimizer]:
-        """The optimizers over the parameters. They are made when they are first needed."""
+        """Return the optimizers over the parameters. They are made when they are first needed."""
         configure = self.configure_optimizers if self._configures_optimizers else None
         return self._fitkit.fit_state.optimizers_for(self, self._fitkit.compilation, configure)
 
@@ -520,12 +520,12 @@ class Module(nn.Module):
         return self._fitkit.fit_state.updates
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The optimizer, or the list of several. They are always torch's own objects."""
+        """Return the optimizer, or the list of several. They are always torch's own objects."""
         found = self._made_optimizers()
         return found[0] if len(found) == 1 else list(found)
 
     def lr_schedulers(self) -> Any:
-        """The scheduler of `configure_optimizers`, the list of several, or None."""
+        """Return the scheduler of `configure_optimizers`, the list of several, or None."""
         found = [plan.scheduler for plan in self._fitkit.fit_state.schedulers]
         return (found[0] if len(found) == 1 else found) if found else None
 
@@ -632,7 +632,7 @@ class Hyperparameters(dict[str, Any]):
 def arguments_of(
     frame: FrameType | None, model: Any, names: tuple[Any, ...], ignore: Iterable[str]
 ) -> Hyperparameters:
-    """The arguments of the `__init__` that a frame runs.
+    """Return the arguments of the `__init__` that a frame runs.
 
     Args:
         frame: of the `__init__` that asks.

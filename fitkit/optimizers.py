@@ -163,7 +163,7 @@ def muon_beside_adamw(
 
 
 def hidden_matrices(net: nn.Module) -> set[int]:
-    """The ids of the parameters for Muon, by the rule that `muon` describes."""
+    """Return the ids of the parameters for Muon, by the rule that `muon` describes."""
     apart: set[int] = set()
     head: nn.Linear | None = None
     for module in net.modules():
@@ -181,7 +181,7 @@ def hidden_matrices(net: nn.Module) -> set[int]:
 
 
 def _named_parameters(net: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """A net's parameters with the net's own names, even if a Model wraps it.
+    """Return a net's parameters with the net's own names, even if a Model wraps it.
 
     Raises:
         ArgumentTypeError: `net` isn't a module, for example if it is the parameters.
@@ -285,7 +285,8 @@ class OptimizerChoice:
     def build(
         self, parameters: Iterable[torch.nn.Parameter], module: torch.nn.Module
     ) -> list[Optimizer]:
-        """The optimizers over `parameters`, which step together. One, except for a list or "muon".
+        """Return the optimizers over `parameters`, which step together. One, except for a list or
+        "muon".
 
         Args:
             module: its layers show which parameters are hidden matrices.
@@ -325,7 +326,7 @@ class OptimizerChoice:
 
 
 def instances_in(given: Any) -> list[Optimizer]:
-    """The optimizers that `compile` was given as instances: one, or those of a list."""
+    """Return the optimizers that `compile` was given as instances: one, or those of a list."""
     entries = given if isinstance(given, (list, tuple)) else [given]
     return [entry for entry in entries if isinstance(entry, Optimizer)]
 
@@ -380,12 +381,12 @@ class OptimizerList(Optimizer):
 
 
 def members_of(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers that step as one."""
+    """Return the optimizers that step as one."""
     return optimizer.members if isinstance(optimizer, OptimizerList) else [optimizer]
 
 
 def _settings_in(given: dict[str, Any]) -> dict[str, Any]:
-    """The settings besides the name. Files store tuples as lists."""
+    """Return the settings besides the name. Files store tuples as lists."""
     settings = {name: value for name, value in given.items() if name != "name"}
     return {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items()}
 
@@ -554,12 +555,12 @@ def put_rate(group: dict[str, Any], rate: float) -> None:
 
 
 def first_rate(group: dict[str, Any]) -> float:
-    """A group's rate before a scheduler moved it. OneCycleLR notes it by another name."""
+    """Return a group's rate before a scheduler moved it. OneCycleLR notes it by another name."""
     return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
 
 
 def with_rate(optimizer: Optimizer) -> Optimizer:
-    """The same object, with a readable and settable `learning_rate` and `lr`, as in Keras.
+    """Return the same object, with a readable and settable `learning_rate` and `lr`, as in Keras.
 
     torch's optimizers have neither, and would accept an assignment without effect. So the object
     gets a subclass of its class with the same name, as in Horovod. A name that the class or the
@@ -573,7 +574,7 @@ def with_rate(optimizer: Optimizer) -> Optimizer:
 
 
 def class_of(optimizer: Optimizer) -> type[Optimizer]:
-    """The optimizer's original class, without the subclass of `with_rate`."""
+    """Return the optimizer's original class, without the subclass of `with_rate`."""
     return getattr(type(optimizer), "_class_without_rate", type(optimizer))
 
 
@@ -614,7 +615,9 @@ def _rated(kind: type[Optimizer], names: tuple[str, ...]) -> type[Optimizer]:
 
 
 def shown(given: Any) -> str:
-    """The given optimizer for a message: a name in quotes, or a class's or function's name."""
+    """Return the given optimizer for a message: a name in quotes, or a class's or function's
+    name.
+    """
     if isinstance(given, dict):
         return repr(given)
     return repr(given) if isinstance(given, str) else getattr(given, "__name__", describe(given))

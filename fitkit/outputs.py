@@ -65,7 +65,7 @@ class LossHint:
 
 
 def last_operation(prediction: torch.Tensor) -> str | None:
-    """The operation that produced a prediction, by autograd's name (`"Sigmoid"`, `"Addmm"`).
+    """Return the operation that produced a prediction, by autograd's name (`"Sigmoid"`, `"Addmm"`).
 
     None if there is no graph: in an evaluation, or if nothing learns.
     """
@@ -99,7 +99,7 @@ def scale_of(prediction: Any) -> str | None:
 
 
 def _entries(value: Any) -> dict[Any, Any]:
-    """The entries of a dict, tuple or list, by the keys from which names are made."""
+    """Return the entries of a dict, tuple or list, by the keys from which names are made."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, (tuple, list)):
@@ -123,7 +123,7 @@ def is_hugging_face(thing: object) -> bool:
 
 
 def named_outputs(prediction: Any) -> dict[Any, Any]:
-    """The outputs in a net's prediction by name, in order.
+    """Return the outputs in a net's prediction by name, in order.
 
     If there are several, the whole prediction comes first, under the name None, and each structure
     of outputs before the outputs in it.
@@ -183,17 +183,17 @@ class Outputs:
             self._below[name] = [found for names in inner for found in names]
 
     def below(self, name: Hashable) -> list[Any]:
-        """The names of everything in a structure, at any depth; none for an output."""
+        """Return the names of everything in a structure, at any depth; none for an output."""
         return self._below.get(name, [])
 
     def outputs_in(self, name: Hashable) -> list[Any]:
-        """The names of the outputs in a structure, at any depth."""
+        """Return the names of the outputs in a structure, at any depth."""
         return [child for child in self.below(name) if child not in self.within]
 
     def by_position(
         self, name: Hashable, given: Sequence[Any], *, spreads: bool = False
     ) -> list[tuple[Any, Any]] | None:
-        """The entries of a list for the parts of a structure, or for the outputs in it.
+        """Return the entries of a list for the parts of a structure, or for the outputs in it.
 
         Args:
             name: the structure's name.
@@ -226,7 +226,7 @@ def by_output(
     spreads: bool = False,
     entries: str = "entries",
 ) -> dict[Any, Any]:
-    """The values that belong to each output, and to each structure of outputs, by name.
+    """Return the values that belong to each output, and to each structure of outputs, by name.
 
     Args:
         value: for a single output, its value (or a list or dict of one). For several outputs, a
@@ -312,7 +312,7 @@ def targets_by_output(
     trained: Sequence[Any],
     needed: Collection[Any] | None = None,
 ) -> dict[Any, Any]:
-    """The targets by output, and by structure of outputs.
+    """Return the targets by output, and by structure of outputs.
 
     A net's only output, or the only one with a loss, gets its target without a name.
 
@@ -344,8 +344,9 @@ def weights_by_output(
     trained: Sequence[Any],
     needed: Collection[Any] | None = None,
 ) -> dict[Any, Any]:
-    """The sample weights by output. The arguments are those of `targets_by_output`, but one tensor
-    weights a whole structure of outputs."""
+    """Return the sample weights by output. The arguments are those of `targets_by_output`, but one
+    tensor weights a whole structure of outputs.
+    """
     if weight is None:
         return {}
     found = by_output(weight, outputs, "sample_weight", trained, needed=needed, spreads=True)
@@ -360,5 +361,5 @@ def weights_by_output(
 
 
 def log_name(output: str, name: str) -> str:
-    """The key under which an output's loss or metric is logged."""
+    """Return the key under which an output's loss or metric is logged."""
     return f"{output}_{name}" if output else name

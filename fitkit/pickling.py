@@ -30,7 +30,8 @@ def reduced_for_workers(value: object) -> tuple[Any, ...] | None:
 
 
 def in_main_memory(value: Any) -> Any:
-    """A copy of a value whose tensors are in main memory. Functions and classes stay the same.
+    """Return a copy of a value whose tensors are in main memory. Functions and classes stay the
+    same.
 
     Args:
         value: what can be pickled. Tensors that are in main memory aren't copied. A parameter that

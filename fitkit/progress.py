@@ -70,6 +70,6 @@ class Progress:
         return cls(**values)
 
     def of_rank(self, rank: int, what: str) -> PlainData | None:
-        """A rank's entry of `began` or `random`. Rank 0's, if there were fewer ranks."""
+        """Return a rank's entry of `began` or `random`. Rank 0's, if there were fewer ranks."""
         states: list[PlainData | None] = getattr(self, what)
         return states[rank] if rank < len(states) else None

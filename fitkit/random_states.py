@@ -29,7 +29,8 @@ _MOST_BYTES = 1 << 14
 def random_state(
     generators: Sequence[torch.Generator] = (), devices: Sequence[torch.device] | None = None
 ) -> dict[str, Any]:
-    """The states of Python's, NumPy's and torch's generators, on the CPU and this rank's device.
+    """Return the states of Python's, NumPy's and torch's generators, on the CPU and this rank's
+    device.
 
     A run's device is its rank's, whatever its index. So a run can be resumed on another one.
 
@@ -51,7 +52,7 @@ def random_state(
 
 
 def digest_of_random_state() -> int:
-    """A number that changes when this process draws a random number on the CPU."""
+    """Return a number that changes when this process draws a random number on the CPU."""
     numpy = np.random.get_state(legacy=False)["state"]
     parts = (numpy["key"].tobytes(), numpy["pos"], torch.get_rng_state().numpy().tobytes())
     return hash((random.getstate(), *parts))

@@ -39,7 +39,7 @@ class LogOptions:
     rank_zero_only: bool
 
     def names(self, name: str) -> tuple[str, str]:
-        """The names of the step's and of the epoch's value."""
+        """Return the names of the step's and of the epoch's value."""
         if self.on_step and self.on_epoch:
             return f"{name}_step", f"{name}_epoch"
         return name, name
@@ -56,16 +56,16 @@ class Context(Protocol):
     def backward(self) -> AnyCallable | None: ...
 
     def moved(self, own: AnyCallable, batch: BatchData, device: torch.device) -> BatchData:
-        """A batch moved by a model's own hook."""
+        """Return a batch moved by a model's own hook."""
 
     def transferred(self, batch: BatchData) -> BatchData:
-        """A batch moved to the device in fitkit's way."""
+        """Return a batch moved to the device in fitkit's way."""
 
     def compiled_loss(self, model: torch.nn.Module, batch: BatchData) -> torch.Tensor:
-        """The compiled loss of a batch that is on the device; compiled metrics count it."""
+        """Return the compiled loss of a batch that is on the device; compiled metrics count it."""
 
     def compiled_outputs(self, model: torch.nn.Module, batch: BatchData) -> Outputs:
-        """The net's outputs for a batch that is on the device."""
+        """Return the net's outputs for a batch that is on the device."""
 
     def log(self, name: str, value: object, options: LogOptions, samples: int | None) -> None:
         """Record a value that a hook logs."""
@@ -150,7 +150,7 @@ class Record:
     doubts: Doubts = dataclasses.field(default_factory=Doubts)
 
     def __copy__(self) -> Record:
-        """A record for another model of the same net, which uses the same optimizers."""
+        """Return a record for another model of the same net, which uses the same optimizers."""
         return Record(
             copy.copy(self.compilation),
             copy.copy(self.fit_state),

@@ -16,7 +16,7 @@ Entry = TypeVar("Entry")
 
 
 def normalise(name: str) -> str:
-    """The form in which names are compared: lower case, without `_`, `-` and blanks."""
+    """Return the form in which names are compared: lower case, without `_`, `-` and blanks."""
     return name.strip().lower().replace("_", "").replace("-", "").replace(" ", "")
 
 
@@ -30,7 +30,7 @@ def nearest(name: str, names: Iterable[str], most: int = 3) -> list[str]:
 
 
 def did_you_mean(name: str, names: Iterable[str], most: int = 3) -> str:
-    """The sentence ` Did you mean …?` for an unknown name; empty if no name is near."""
+    """Return the sentence ` Did you mean …?` for an unknown name; empty if no name is near."""
     close = " or ".join(map(repr, nearest(name, names, most)))
     return f" Did you mean {close}?" if close else ""
 
@@ -42,7 +42,7 @@ LISTED = 24
 def unknown_name(
     kind: str, name: str, names: Iterable[str], hint: str = "", page: str = ""
 ) -> ConfigurationError:
-    """The error for an unknown name: the nearest five, all names, a hint.
+    """Return the error for an unknown name: the nearest five, all names, a hint.
 
     Args:
         kind: the kind of thing that has the name.
@@ -150,7 +150,7 @@ class Registry(Generic[Entry]):
         return self._entries[form]
 
     def _installed(self) -> dict[str, importlib.metadata.EntryPoint]:
-        """The entry points of installed packages by the form of their names."""
+        """Return the entry points of installed packages by the form of their names."""
         if self.group is None:
             return {}
         found = importlib.metadata.entry_points(group=self.group)

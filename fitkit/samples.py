@@ -91,21 +91,21 @@ class Reading(enum.Enum):
 
 
 def samples_among(tree: Any) -> int:
-    """The number of samples in inputs, targets or outputs, which aren't a whole batch."""
+    """Return the number of samples in inputs, targets or outputs, which aren't a whole batch."""
     if type(tree) is torch.Tensor and not tree.is_nested:
         return tree.shape[0] if tree.ndim else 1
     return _counted([("its entries", tree)]).samples
 
 
 def samples_in(x: Any, y: Any) -> int:
-    """The number of samples in a batch's inputs and targets."""
+    """Return the number of samples in a batch's inputs and targets."""
     if isinstance(y, torch.Tensor) and not y.is_nested and isinstance(x, torch.Tensor) and y.ndim:
         return y.shape[0]
     return counted_in(x, y).samples
 
 
 def samples_of(batch: Any) -> int:
-    """The number of samples in a batch of any structure."""
+    """Return the number of samples in a batch of any structure."""
     rows = plain_rows(batch)
     return counted(batch).samples if rows is None else rows
 
@@ -114,7 +114,9 @@ ROWS_COUNTED = Shortcut("plain tensors' samples counted by their rows")
 
 
 def plain_rows(batch: Any) -> int | None:
-    """The rows of inputs, and of targets if there are any, that are plain tensors; else None."""
+    """Return the rows of inputs, and of targets if there are any, that are plain tensors; else
+    None.
+    """
     kind = type(batch)
     if not ROWS_COUNTED.is_on or (kind is not tuple and kind is not list) or not batch:
         return None
@@ -128,14 +130,14 @@ def plain_rows(batch: Any) -> int | None:
 
 
 def counted_in(x: Any, y: Any) -> Counted:
-    """The samples of a batch's inputs and targets, targets first."""
+    """Return the samples of a batch's inputs and targets, targets first."""
     if _agree(y, x):
         return Counted(y.shape[0])
     return _counted([("its input", x)] if y is None else [("y", y), ("x", x)], has_target=True)
 
 
 def counted(batch: Any) -> Counted:
-    """The samples of a batch: `(x, y)`, `(x, y, weight)`, or any other structure."""
+    """Return the samples of a batch: `(x, y)`, `(x, y, weight)`, or any other structure."""
     is_batch = isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence)
     if not is_batch or not 1 <= len(batch) <= MOST_PARTS:
         return _counted([("batch", batch)])
@@ -193,7 +195,7 @@ def _counted(parts: list[tuple[str, Any]], *, has_target: bool = False) -> Count
 
 
 def _chosen(rows: list[_Entry]) -> _Entry:
-    """The entry whose rows count: a single row may be a setting, such as a temperature."""
+    """Return the entry whose rows count: a single row may be a setting, such as a temperature."""
     several = [entry for entry in rows if not entry.is_single]
     return (several or rows)[0]
 
@@ -222,7 +224,7 @@ REMEDY = (
 
 
 def _first_of(found: list[tuple[str, int]]) -> Counted:
-    """The first number; with a doubt if another one differs."""
+    """Return the first number; with a doubt if another one differs."""
     place, number = found[0]
     for other, differs in found[1:]:
         if differs != number:
@@ -238,7 +240,7 @@ def _first_of(found: list[tuple[str, int]]) -> Counted:
 
 
 def _said(parts: list[tuple[str, Any]]) -> list[tuple[str, int]]:
-    """The numbers that objects say, of the outermost level at which one does."""
+    """Return the numbers that objects say, of the outermost level at which one does."""
     level = parts
     while level:
         found = [(place, n) for place, tree in level if (n := said_by(tree)) is not None]
@@ -253,7 +255,7 @@ _SILENT: set[tuple[type, str]] = set()
 
 
 def said_by(tree: Any) -> int | None:
-    """The samples that a batch or a part of it says to have; None if it doesn't say."""
+    """Return the samples that a batch or a part of it says to have; None if it doesn't say."""
     kind = type(tree)
     if kind in _PLAIN_TYPES or isinstance(tree, (torch.Tensor, type, PackedSequence, *NUMBERS)):
         return None
@@ -268,7 +270,9 @@ _PLAIN_TYPES = frozenset({tuple, list, str, bytes, bytearray, set, frozenset, ty
 
 
 def _attribute(tree: Any, kind: type, name: str) -> Any:
-    """An attribute, or a mapping's entry; a property that gave no number isn't asked again."""
+    """Return an attribute, or a mapping's entry; a property that gave no number isn't asked
+    again.
+    """
     own = getattr(kind, name, None)
     computes = isinstance(own, (property, functools.cached_property))
     if callable(own) or (computes and (kind, name) in _SILENT):
@@ -285,7 +289,7 @@ def _attribute(tree: Any, kind: type, name: str) -> Any:
 
 
 def _number(value: Any) -> int | None:
-    """A whole number from 0; the first entry of a size."""
+    """Return a whole number from 0; the first entry of a size."""
     if isinstance(value, torch.Size):
         value = value[0] if value else None
     if isinstance(value, torch.Tensor) and value.is_cpu and value.ndim == 0:
@@ -382,7 +386,8 @@ def _of_sequence(place: str, items: Any, has_target: bool) -> Iterable[_Entry]:
 
 
 def _children(place: str, tree: Any) -> list[tuple[str, Any]]:
-    """What is in a container, each with its place: targets first, and nothing of lists of samples.
+    """Return what is in a container, each with its place: targets first, and nothing of lists of
+    samples.
 
     Also what is in an object, as far as it is an object that may say its number.
     """
@@ -405,7 +410,7 @@ def _children(place: str, tree: Any) -> list[tuple[str, Any]]:
 
 
 def reading(items: Any) -> Reading:
-    """What the entries of a list or tuple are.
+    """Return what the entries of a list or tuple are.
 
     - Entries of unlike kinds are parts. So are tensors with equally many rows, and objects that
       say their numbers of samples.
@@ -447,7 +452,7 @@ def _reading_of_arrays(items: Any) -> Reading:
 
 
 def _reading_of_containers(items: Any) -> Reading:
-    """Samples, unless all that the containers have are tensors of equally many rows."""
+    """Return samples, unless all that the containers have are tensors of equally many rows."""
     if type(items) is tuple and all(type(item) is list for item in items):
         return Reading.PARTS  # columns: a sample is rarely a list
     are_pairs = len(items) <= MOST_PARTS and all(type(item) in (tuple, list) for item in items)

@@ -177,13 +177,15 @@ class SchedulerChoice:
         return choice
 
     def optimizers_among(self, optimizers: list[Optimizer]) -> list[Optimizer]:
-        """The optimizers that get a scheduler: all, or the one that an instance was made for."""
+        """Return the optimizers that get a scheduler: all, or the one that an instance was made
+        for.
+        """
         own = getattr(self.given, "optimizer", None) if _is_scheduler(self.given) else None
         found = [optimizer for optimizer in optimizers if optimizer is own]
         return found or (optimizers if own is None else optimizers[:1])
 
     def build(self, optimizer: Optimizer, span: Span) -> Any:
-        """The scheduler over `optimizer`, at its beginning.
+        """Return the scheduler over `optimizer`, at its beginning.
 
         Raises:
             ConfigurationError: an instance over another optimizer, or missing arguments.
@@ -214,7 +216,7 @@ class SchedulerChoice:
         return _over(optimizer, scheduler)
 
     def trial(self, optimizer: Optimizer, settings: list[dict[str, Any]]) -> Any:
-        """A scheduler like that of `build`, over an optimizer that nobody uses.
+        """Return a scheduler like that of `build`, over an optimizer that nobody uses.
 
         Args:
             optimizer: the optimizer to imitate.
@@ -236,7 +238,7 @@ class SchedulerChoice:
             return None
 
     def _lengths_to_fill(self) -> list[str]:
-        """The arguments that give the scheduler's length, where nobody has given it."""
+        """Return the arguments that give the scheduler's length, where nobody has given it."""
         maker = _maker(self.given)
         if isinstance(self.given, str):
             return _lengths_of(maker)
@@ -253,11 +255,11 @@ class SchedulerChoice:
         ]
 
     def _keywords(self) -> dict[str, Any]:
-        """The arguments that a partial gives by name."""
+        """Return the arguments that a partial gives by name."""
         return self.given.keywords if isinstance(self.given, functools.partial) else {}
 
     def _options(self, optimizer: Optimizer, length: int | None) -> dict[str, Any]:
-        """The arguments that depend on the training's length."""
+        """Return the arguments that depend on the training's length."""
         if length is None:
             raise ConfigurationError(
                 f"lr_scheduler={shown(self.given)} needs the training's length, but x has no "
@@ -271,13 +273,13 @@ class SchedulerChoice:
 
 
 def _words_of(given: Any) -> tuple[str, ...]:
-    """The words that a dict may have beside the name of a schedule with its own warm-up."""
+    """Return the words that a dict may have beside the name of a schedule with its own warm-up."""
     words = getattr(SCHEDULERS[given], "in_words", ()) if isinstance(given, str) else ()
     return words if isinstance(words, tuple) else ()
 
 
 def _with_arguments(given: Any, names: list[str]) -> str:
-    """What to write for arguments that the class behind a name takes."""
+    """Return what to write for arguments that the class behind a name takes."""
     maker = SCHEDULERS[given] if isinstance(given, str) else given
     if not isinstance(maker, type) or not set(names) <= {*inspect.signature(maker).parameters}:
         return ""
@@ -286,7 +288,7 @@ def _with_arguments(given: Any, names: list[str]) -> str:
 
 
 def _over(optimizer: Optimizer, scheduler: Any) -> Any:
-    """The scheduler, if it moves this optimizer's rates.
+    """Return the scheduler, if it moves this optimizer's rates.
 
     Raises:
         ConfigurationError: it was made for another one, perhaps of another model.
@@ -300,7 +302,7 @@ def _over(optimizer: Optimizer, scheduler: Any) -> Any:
 
 
 def _lengths_of(maker: Any) -> list[str]:
-    """The arguments of a scheduler that give the training's length."""
+    """Return the arguments of a scheduler that give the training's length."""
     # total_iters of LinearLR and ConstantLR defaults to a warmup of a few steps, so it isn't one.
     accepted = inspect.signature(maker).parameters
     whole = ("T_max", "total_steps", "total_updates")
@@ -338,7 +340,9 @@ def _check_kind(given: Any) -> None:
 
 
 def _maker(given: Any) -> Any:
-    """The class behind a name, a partial or a class. Other values are returned as they are."""
+    """Return the class behind a name, a partial or a class. Other values are returned as they
+    are.
+    """
     if isinstance(given, str):
         return SCHEDULERS[given]
     return given.func if isinstance(given, functools.partial) else given
@@ -357,7 +361,8 @@ COUNTS = ("epoch", "num_updates", "step", "steps", "iteration", "t")
 
 
 def step_of(scheduler: Any, interval: str) -> tuple[Callable[..., Any], bool]:
-    """The method that moves a scheduler, and whether it takes the number of the intervals so far.
+    """Return the method that moves a scheduler, and whether it takes the number of the intervals so
+    far.
 
     Other libraries' schedulers (timm's) compute the rate from that number. They may have a method
     of its own for updates, `step_update`.
@@ -388,7 +393,7 @@ def check_step(scheduler: Any) -> None:
 
 
 def _required(step: Callable[..., Any]) -> list[str]:
-    """The names of the arguments that a method can't be called without."""
+    """Return the names of the arguments that a method can't be called without."""
     try:
         parameters = inspect.signature(step).parameters.values()
     except (TypeError, ValueError):  # written in C, or a wrapper without a signature
@@ -412,7 +417,7 @@ def check_watched(interval: str | None, monitor: str | None) -> None:
 
 
 def own_interval(scheduler: Any) -> str:
-    """The default interval of a scheduler (or of what makes one).
+    """Return the default interval of a scheduler (or of what makes one).
 
     OneCycleLR and CyclicLR count updates by design, others if they say so (timm's, and fitkit's
     own). The rest counts epochs by convention.
@@ -465,7 +470,7 @@ class PlannedScheduler:
         return all(callable(getattr(self.scheduler, name, None)) for name in names)
 
     def state(self) -> dict[str, Any]:
-        """The scheduler's part of a checkpoint."""
+        """Return the scheduler's part of a checkpoint."""
         return self.scheduler.state_dict() if self.keeps_state else {}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -474,7 +479,7 @@ class PlannedScheduler:
             self.scheduler.load_state_dict(state)
 
     def stepper(self) -> Callable[[], None]:
-        """The function to call after each of its intervals. Each call counts one."""
+        """Return the function to call after each of its intervals. Each call counts one."""
         scheduler = self.scheduler
         # One with a fixed length (OneCycleLR) keeps its last rate after it.
         total = getattr(scheduler, "total_steps", None)

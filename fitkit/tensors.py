@@ -9,7 +9,7 @@ import torch
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes, in its own memory where that is contiguous: (bytes,) uint8.
+    """Return a tensor's bytes, in its own memory where that is contiguous: (bytes,) uint8.
 
     Example:
         >>> import torch
@@ -23,7 +23,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def human_bytes(size: float) -> str:
-    """An amount of memory as people read it: `512 B`, `4.0 KiB`, `97.5 MiB`."""
+    """Return an amount of memory as people read it: `512 B`, `4.0 KiB`, `97.5 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
@@ -51,7 +51,7 @@ class FlatTensors:
         return [torch.view_as_real(t) if t.is_complex() else t for t in found]
 
     def read(self) -> torch.Tensor:
-        """A vector of the tensors' numbers; a copy."""
+        """Return a vector of the tensors' numbers; a copy."""
         if not self._held:
             return torch.empty(0)
         return torch.cat([tensor.reshape(-1).to(self._dtype) for tensor in self._tensors])

@@ -45,7 +45,9 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def children(tree: Any) -> list[Any]:
-    """What a container holds, in order: a mapping's values, items, or a dataclass's fields."""
+    """Return what a container holds, in order: a mapping's values, items, or a dataclass's
+    fields.
+    """
     if isinstance(tree, Mapping):
         return list(tree.values())
     if isinstance(tree, (tuple, list)):
@@ -67,7 +69,7 @@ def _fields_in(record: Any) -> list[str]:
 
 
 def rebuilt(tree: Any, values: list[Any]) -> Any:
-    """A container like `tree` with other children, made without its class's constructor.
+    """Return a container like `tree` with other children, made without its class's constructor.
 
     A constructor may take other arguments, check them, or move them. Attributes stay as they are;
     one that is also the entry of its name is replaced with it. What can't be rebuilt becomes a
@@ -134,18 +136,18 @@ def _attributes(tree: Any) -> dict[str, Any]:
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """The leaves of `tree`, depth first."""
+    """Yield the leaves of `tree`, depth first."""
     for _, leaf in leaves_with_paths(tree):
         yield leaf
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
-    """The leaves that are tensors, in order."""
+    """Return the leaves that are tensors, in order."""
     return [leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def kept(tree: Any) -> Any:
-    """A tree that may be kept for longer than the batch that it comes from.
+    """Return a tree that may be kept for longer than the batch that it comes from.
 
     Tensors in memory that a loader's workers share, or in pinned memory, are copied. Each of the
     former holds a file descriptor, and a process may have some 1,000.
@@ -163,12 +165,14 @@ def _is_lent(leaf: Any) -> bool:
 
 
 def tensor_bytes(tree: Any) -> int:
-    """The memory of the numbers in a tree's tensors. A tensor that occurs twice counts twice."""
+    """Return the memory of the numbers in a tree's tensors. A tensor that occurs twice counts
+    twice.
+    """
     return sum(tensor.nbytes for tensor in tensors(tree))
 
 
 def leaves_with_paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves with the way to each, as Python would write it (`['image'][0]`)."""
+    """Yield the leaves with the way to each, as Python would write it (`['image'][0]`)."""
     if not is_container(tree):
         yield path, tree
         return

@@ -239,7 +239,7 @@ class BackupAndRestore(Callback):
         raise error
 
     def _existing(self) -> dict[int, str]:
-        """The existing backups by number, the oldest first."""
+        """Return the existing backups by number, the oldest first."""
         folder = os.fspath(self.backup_dir)
         if remote.is_url(folder):
             paths = remote.urls.files_in(folder)
@@ -273,7 +273,7 @@ class BackupAndRestore(Callback):
     # ------------------------------------------------------------------ going on
 
     def last_path(self) -> str | None:
-        """The newest intact backup; None if there is no backup.
+        """Return the newest intact backup; None if there is no backup.
 
         Raises:
             CheckpointError: there are backups, and all are damaged.
@@ -389,7 +389,7 @@ class SignalNotes:
 
 
 def noted_signals() -> list[int]:
-    """The signals that mean that a job must end."""
+    """Return the signals that mean that a job must end."""
     numbers = [signal.SIGTERM]
     if slurm_job() is not None and hasattr(signal, "SIGUSR1"):
         numbers.append(signal.SIGUSR1)
@@ -397,7 +397,9 @@ def noted_signals() -> list[int]:
 
 
 def slurm_job() -> str | None:
-    """The number of this SLURM batch job, as `scontrol` takes it; None outside a batch job."""
+    """Return the number of this SLURM batch job, as `scontrol` takes it; None outside a batch
+    job.
+    """
     if os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
         return None
     array, task = (os.environ.get(f"SLURM_ARRAY_{what}_ID") for what in ("JOB", "TASK"))

@@ -20,7 +20,7 @@ Logs = Mapping[str, Any]
 
 
 def run_of(model: Module) -> Run | None:
-    """The running `fit`, or None."""
+    """Return the running `fit`, or None."""
     return model._fitkit.fit_state.run
 
 
@@ -119,11 +119,11 @@ class Callback:
     watches_losses: bool = False
 
     def set_model(self, model: Module) -> None:
-        """Called once with the model, before the first hook."""
+        """Take the model, before the first hook."""
         self.model = model
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Called once with the run's parameters, before the first hook."""
+        """Take the run's parameters, before the first hook."""
         self.params = params
 
     def __getstate__(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Callback:
             vars(self)[name] = value
 
     def _state_for_ranks(self, strategy: object) -> dict[str, Any]:
-        """What other ranks get of this callback."""
+        """Return what other ranks get of this callback."""
         return self.__getstate__()
 
     def add_cleanup(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -247,33 +247,33 @@ class Callback:
 
     # fit
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Called when `fit` begins."""
+        """Act when `fit` begins."""
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Called when `fit` ends. `logs` are those of the last epoch."""
+        """Act when `fit` ends. `logs` are those of the last epoch."""
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Called when an epoch begins. The modules are already in training mode, except those that
+        """Act when an epoch begins. The modules are already in training mode, except those that
         were in evaluation mode when `fit` began."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
-        """Called when an epoch has ended, after its validation."""
+        """Act when an epoch has ended, after its validation."""
 
     def on_validation_within_epoch(self, batch: int, logs: dict[str, Any]) -> None:
-        """Called after a validation within an epoch, at training batch `batch` (`validation_freq`).
+        """Act after a validation within an epoch, at training batch `batch` (`validation_freq`).
 
         `logs` holds the validation's values only (`val_…`), the same on all ranks. After the
         validation at the end of an epoch, `on_epoch_end` is called instead.
         """
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Called before a training batch."""
+        """Act before a training batch."""
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        """Called after a training batch."""
+        """Act after a training batch."""
 
     def on_exception(self, error: BaseException) -> None:
-        """Called if `fit` ends with an exception, including Ctrl-C and `sys.exit`.
+        """Act if `fit` ends with an exception, including Ctrl-C and `sys.exit`.
 
         `on_train_end` isn't called then. Make no collective calls here: other ranks may have failed
         or gone.
@@ -281,29 +281,29 @@ class Callback:
 
     # evaluate, and the validation in fit
     def on_test_begin(self, logs: Logs | None = None) -> None:
-        """Called when `evaluate` or a validation begins."""
+        """Act when `evaluate` or a validation begins."""
 
     def on_test_end(self, logs: Logs) -> None:
-        """Called when `evaluate` or a validation has ended. `logs` are its values, no prefix."""
+        """Act when `evaluate` or a validation has ended. `logs` are its values, no prefix."""
 
     def on_test_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Called before a batch of an evaluation."""
+        """Act before a batch of an evaluation."""
 
     def on_test_batch_end(self, batch: int, logs: Logs) -> None:
-        """Called after a batch of an evaluation."""
+        """Act after a batch of an evaluation."""
 
     # predict
     def on_predict_begin(self, logs: Logs | None = None) -> None:
-        """Called when `predict` begins."""
+        """Act when `predict` begins."""
 
     def on_predict_end(self, logs: Logs | None = None) -> None:
-        """Called when `predict` has ended."""
+        """Act when `predict` has ended."""
 
     def on_predict_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Called before a batch of `predict`."""
+        """Act before a batch of `predict`."""
 
     def on_predict_batch_end(self, batch: int, logs: Logs) -> None:
-        """Called after a batch of `predict`. `logs["outputs"]` holds the net's outputs."""
+        """Act after a batch of `predict`. `logs["outputs"]` holds the net's outputs."""
 
     # Keras's short names for the training's batch hooks
     def on_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
@@ -367,7 +367,8 @@ class LambdaCallback(Callback):
 
 
 def batches_of_call(callback: Callback, batch: int) -> range:
-    """The numbers of the batches that a call of `on_train_batch_end` is for; the last is `batch`.
+    """Return the numbers of the batches that a call of `on_train_batch_end` is for; the last is
+    `batch`.
 
     There are several with `steps_per_execution`, and fewer at the end of an epoch.
     """
@@ -463,7 +464,7 @@ class AnyRankFlag:
         return any(flagged for flagged, _ in answers)
 
     def _next_pause(self) -> int:
-        """The number of steps until the next exchange."""
+        """Return the number of steps until the next exchange."""
         now = time.monotonic()
         step_s = max(now - self._asked_at, 1e-9) / self._pause
         self._asked_at = now

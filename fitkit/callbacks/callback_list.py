@@ -83,11 +83,11 @@ class CallbackList:
                     yield getattr(callback, each)
 
     def hooks(self, name: str) -> tuple[Hook, ...]:
-        """The bound hooks of that name, from the callbacks that override it."""
+        """Return the bound hooks of that name, from the callbacks that override it."""
         return self._hooks[name]
 
     def batches_between_hooks(self, steps_per_execution: int) -> int:
-        """The number of training batches between two calls of the hooks."""
+        """Return the number of training batches between two calls of the hooks."""
         return 1 if any(one.each_batch for one in self.callbacks) else steps_per_execution
 
     @contextlib.contextmanager
@@ -108,7 +108,7 @@ class CallbackList:
             hook(*args)
 
     def warning_of(self, logs: Logs, names: Iterable[str] = ()) -> str | None:
-        """The warning about NaN or infinite losses; None if a callback handles them.
+        """Return the warning about NaN or infinite losses; None if a callback handles them.
 
         Args:
             logs: the values.

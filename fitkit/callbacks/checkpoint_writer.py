@@ -128,7 +128,7 @@ class FolderByThreads:
         return Path(self._place) / f".rank-{rank:05d}"
 
     def _digests_of(self, rank: int) -> dict[str, str]:
-        """A rank's file and its digest once it is written; empty if the rank has nothing."""
+        """Return a rank's file and its digest once it is written; empty if the rank has nothing."""
         note, ends_at = self._note_of(rank), float("inf")
         while not note.is_file():
             # The interpreter ends: whoever would call `stop` has gone.
@@ -166,7 +166,8 @@ def remove_unwanted(path: str | os.PathLike[str]) -> None:
 
 
 def newest_whole(paths: Iterable[str], refused: list[str] | None = None) -> str | None:
-    """The first usable checkpoint of `paths`, with a warning for each damaged one; None if none.
+    """Return the first usable checkpoint of `paths`, with a warning for each damaged one; None if
+    none.
 
     Args:
         paths: checkpoints, the newest first.
@@ -443,6 +444,6 @@ class StateCopies:
 
 
 def _host_memory(size_bytes: int, for_cuda: bool) -> torch.UntypedStorage:
-    """New memory, pinned if it is filled from a GPU."""
+    """Return new memory, pinned if it is filled from a GPU."""
     made = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=for_cuda)
     return made.untyped_storage()

@@ -71,7 +71,7 @@ class Moment:
 
 
 def number(value: float) -> str:
-    """A number with four significant digits: `0.3021`, `1e-05`, `12346`, `nan`."""
+    """Return a number with four significant digits: `0.3021`, `1e-05`, `12346`, `nan`."""
     size = abs(value)
     if isinstance(value, int) and size < 10**7:
         return str(int(value))
@@ -83,7 +83,7 @@ def number(value: float) -> str:
 
 
 def shown_metrics(logs: Iterable[tuple[str, Any]]) -> list[tuple[str, str]]:
-    """The names and values of logs that fit on a line: numbers and short words."""
+    """Return the names and values of logs that fit on a line: numbers and short words."""
     shown = []
     for name, value in logs:
         if isinstance(value, str):
@@ -101,7 +101,7 @@ def shown_metrics(logs: Iterable[tuple[str, Any]]) -> list[tuple[str, str]]:
 
 
 def short_count(value: float) -> str:
-    """A count in about three digits: `7.5`, `812`, `1.3k`, `26k`, `4.1M`."""
+    """Return a count in about three digits: `7.5`, `812`, `1.3k`, `26k`, `4.1M`."""
     for unit in ("", "k", "M", "G"):
         if value < 999.5 or unit == "G":
             digits = 1 if value < 9.95 and (unit or value % 1) else 0
@@ -111,14 +111,14 @@ def short_count(value: float) -> str:
 
 
 def speed(steps_per_s: float) -> str:
-    """The speed in steps per second, or in seconds per step if slow."""
+    """Return the speed in steps per second, or in seconds per step if slow."""
     if steps_per_s >= 1:
         return f"{short_count(steps_per_s)} steps/s"
     return f"{short_count(1 / steps_per_s)} s/step"
 
 
 def clock_time(seconds: float) -> str:
-    """A time as on a clock: `0:07`, `1:02:03`, `2d 03:04:05`."""
+    """Return a time as on a clock: `0:07`, `1:02:03`, `2d 03:04:05`."""
     minutes, rest = divmod(int(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
     if hours < 24:
@@ -137,7 +137,8 @@ def duration(seconds: float) -> str:
 
 
 def bar_line(moment: Moment, width: int, *, ascii_only: bool = False) -> Text:
-    """The line of a bar, at most `width` columns wide. The least important parts are dropped first.
+    """Return the line of a bar, at most `width` columns wide. The least important parts are dropped
+    first.
 
     The title and the count stay longest. Then come the first metric (the loss), the time, the bar,
     the other metrics in their order, and the speeds.
@@ -400,7 +401,7 @@ def display_for(
     console: Console | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Display | None:
-    """The display for progress; None if nothing is shown.
+    """Return the display for progress; None if nothing is shown.
 
     Args:
         verbose: 0, 1, 2 or `"auto"`, as in `ProgressBar`.

@@ -213,7 +213,7 @@ class EarlyStopping(Callback):
 
 
 def copied_to_host(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a module's state dict, with its tensors in main memory."""
+    """Return a copy of a module's state dict, with its tensors in main memory."""
     return {
         name: value.detach().to("cpu", copy=True)
         if isinstance(value, torch.Tensor)
@@ -293,7 +293,7 @@ class OptunaPruning(Callback):
 
 
 def _pruned(message: str) -> Exception:
-    """The exception by which a study recognizes a pruned trial."""
+    """Return the exception by which a study recognizes a pruned trial."""
     try:
         import optuna
     except ImportError:

@@ -54,7 +54,7 @@ class History(Callback):
         self._epochs_with: dict[str, list[int]] = {}
 
     def __getitem__(self, name: str) -> list[Any]:
-        """The values of one name, one per epoch.
+        """Return the values of one name, one per epoch.
 
         Raises:
             KeyError: the history doesn't have the name.
@@ -125,7 +125,7 @@ class History(Callback):
         )
 
     def _curves(self) -> dict[str, Curve]:
-        """The logs that are numbers, with the epochs (from 1) that have them."""
+        """Return the logs that are numbers, with the epochs (from 1) that have them."""
         from fitkit.extras.pictures.curves import Curve, curve_values
 
         found = {}
@@ -136,7 +136,7 @@ class History(Callback):
         return found
 
     def _epochs_of(self, name: str) -> list[int]:
-        """The epochs that have a log.
+        """Return the epochs that have a log.
 
         A checkpoint doesn't keep them. After a resume, the earlier ones are assumed to be evenly
         spaced.
@@ -160,7 +160,9 @@ class History(Callback):
         return found
 
     def _repr_html_(self) -> str:
-        """The view in a notebook: small curves, and each log's first, best and last value."""
+        """Return the view in a notebook: small curves, and each log's first, best and last
+        value.
+        """
         from fitkit.extras.pictures.html import history_html
 
         return history_html(self._curves(), self._directions(), len(self.epoch))

@@ -368,7 +368,7 @@ class ModelCheckpoint(Callback):
             print_on_rank_zero(self.model, f"Saved {first}.")
 
     def _path(self, logs: Mapping[str, Any]) -> str:
-        """The name for this save, the same on all ranks."""
+        """Return the name for this save, the same on all ranks."""
         numbers = {"epoch": self.model.current_epoch + 1, "step": self.model.global_step}
         run = run_of(self.model)
         if run is not None and "batch" in self._names.fields:
@@ -421,7 +421,8 @@ class ModelCheckpoint(Callback):
         return self._names.beside("last")
 
     def last_path(self) -> str | None:
-        """The newest checkpoint of this callback, from this run or an earlier one; else None.
+        """Return the newest checkpoint of this callback, from this run or an earlier one; else
+        None.
 
         A damaged file is skipped with a warning.
 
@@ -477,7 +478,7 @@ class ModelCheckpoint(Callback):
 
 
 def _joined(filepath: Any, dirpath: Any, filename: Any) -> Any:
-    """The template given by `filepath`, or by `dirpath` and `filename`."""
+    """Return the template given by `filepath`, or by `dirpath` and `filename`."""
     if dirpath is None and filename is None:
         if filepath is None:
             raise ConfigurationError(
@@ -578,7 +579,9 @@ class FileNames:
             remote.refuse_url(template, "a folder of shards", "Write a name that ends in .h5.")
 
     def _fixed(self) -> str:
-        """The text before the first field. A doubled brace ends a piece, too, but isn't a field."""
+        """Return the text before the first field. A doubled brace ends a piece, too, but isn't a
+        field.
+        """
         pieces = []
         for literal, field, _ in self._parts:
             pieces.append(literal)
@@ -587,12 +590,14 @@ class FileNames:
         return "".join(pieces)
 
     def beside(self, name: str) -> str:
-        """The path of a file with another name, in the same folder and with the same suffix."""
+        """Return the path of a file with another name, in the same folder and with the same
+        suffix.
+        """
         path = os.path.join(self.folder, name + self.suffix)
         return path if remote.is_url(path) else str(Path(path))
 
     def name(self, values: Mapping[str, Any], known: Mapping[str, Any]) -> str:
-        """The name with an epoch's numbers.
+        """Return the name with an epoch's numbers.
 
         Args:
             values: the run's numbers: epoch, step.
@@ -632,14 +637,14 @@ class FileNames:
         return re.fullmatch(pattern, path) is not None
 
     def found(self) -> list[str]:
-        """The existing files with such names."""
+        """Return the existing files with such names."""
         if remote.is_url(self.template):
             depth = self.template.count("/") - self.folder.rstrip("/").count("/")
             return [p for p in remote.urls.files_in(self.folder, max(depth, 1)) if self.matches(p)]
         return [path for path in glob.glob(self._glob()) if self.matches(path) and is_there(path)]
 
     def folders(self) -> list[str]:
-        """The existing folders for such files."""
+        """Return the existing folders for such files."""
         if remote.is_url(self.template):
             return []
         return glob.glob(os.path.dirname(self._glob()) or os.curdir)
@@ -652,7 +657,9 @@ class FileNames:
 
 
 def _parsed(template: str) -> list[tuple[str, str | None, str]]:
-    """The template's pieces: text, the field after it (None at the end), the field's format."""
+    """Return the template's pieces: text, the field after it (None at the end), the field's
+    format.
+    """
     try:
         pieces = list(string.Formatter().parse(template))
     except ValueError as error:

@@ -103,7 +103,7 @@ class Monitor:
         return value > than + self.min_delta
 
     def read(self, callback: Callback, logs: dict[str, Any]) -> float | None:
-        """The value in an epoch's logs; None if the epoch doesn't have it.
+        """Return the value in an epoch's logs; None if the epoch doesn't have it.
 
         Also None if the callback has seen it in a validation within the epoch: each counts once.
 
@@ -136,7 +136,9 @@ class Monitor:
         )
 
     def read_within(self, callback: Callback, logs: dict[str, Any]) -> float | None:
-        """The value of a validation within an epoch; None if the validation doesn't have it."""
+        """Return the value of a validation within an epoch; None if the validation doesn't have
+        it.
+        """
         has_it = self.name in logs or f"{self.name}_epoch" in logs
         return self.read(callback, logs) if has_it else None
 
@@ -257,7 +259,7 @@ def direction_of(name: str) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """A value as a float; None if it isn't one number."""
+    """Return a value as a float; None if it isn't one number."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):

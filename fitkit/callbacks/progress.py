@@ -204,7 +204,7 @@ class ProgressBar(Callback):
             self._draw(now, None)
 
     def _advance(self, batch: int, logs: Logs | None) -> None:
-        """A batch is done. The first lines are all that runs between two drawings."""
+        """Note that a batch is done. The first lines are all that runs between two drawings."""
         now = self._clock()
         self._done = batch + 1
         if now >= self._due_s:
@@ -250,7 +250,7 @@ class ProgressBar(Callback):
         return str(self.params.get("validation_set", ""))
 
     def _shown(self, logs: Logs) -> list[tuple[str, str]]:
-        """The values as text, without those that a step logs with `prog_bar=False`."""
+        """Return the values as text, without those that a step logs with `prog_bar=False`."""
         hidden, sets = self.model._fitkit.hidden_names, self.params.get("validation_sets", ())
         return shown_metrics((n, v) for n, v in logs.items() if not hidden & logged_as(n, sets))
 
@@ -274,7 +274,7 @@ class ProgressBar(Callback):
 
 
 def logged_as(name: str, sets: Iterable[str] = ()) -> set[str]:
-    """The names under which a step may have logged a value of the logs.
+    """Return the names under which a step may have logged a value of the logs.
 
     Args:
         name: its name in the logs.

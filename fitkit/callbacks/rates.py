@@ -18,18 +18,18 @@ from fitkit.optimizers import put_rate
 
 
 def optimizers_of(model: Module) -> list[Optimizer]:
-    """The model's optimizers, in order."""
+    """Return the model's optimizers, in order."""
     return list(model._made_optimizers())
 
 
 def groups_of(model: Module) -> Iterator[dict[str, Any]]:
-    """The parameter groups of all optimizers, in order."""
+    """Yield the parameter groups of all optimizers, in order."""
     for optimizer in optimizers_of(model):
         yield from optimizer.param_groups
 
 
 def rate_of(model: Module) -> float:
-    """The learning rate. With several groups, the first group's."""
+    """Return the learning rate. With several groups, the first group's."""
     return float(next(groups_of(model))["lr"])
 
 
@@ -234,7 +234,7 @@ class LearningRateMonitor(Callback):
                 logs[key] = float(value)
 
     def _names(self, name: str) -> list[str]:
-        """The name of one setting for each group."""
+        """Return the name of one setting for each group."""
         named = {
             id(plan.optimizer): plan.name
             for plan in self.model._fitkit.fit_state.schedulers
@@ -417,7 +417,7 @@ class GradientAccumulationScheduler(Callback):
         self.scheduling: dict[int, int] = dict(sorted(scheduling.items()))
 
     def batches_in(self, epoch: int) -> int | None:
-        """The number of batches per update in an epoch; None if the schedule doesn't say."""
+        """Return the number of batches per update in an epoch; None if the schedule doesn't say."""
         begun = [number for first, number in self.scheduling.items() if first <= epoch]
         return begun[-1] if begun else None
 

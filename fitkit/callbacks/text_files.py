@@ -73,7 +73,7 @@ class TextFile:
         raise NotImplementedError
 
     def _text(self) -> str:
-        """The file's text. An incomplete last line is removed from the file."""
+        """Return the file's text. An incomplete last line is removed from the file."""
         if isinstance(self.path, str):
             return self._remote
         with self.path.open(encoding="utf-8", newline="") as file:
@@ -256,7 +256,7 @@ class JSONLogger(_EpochFile):
 
 
 def checked_path(path: object, name: str = "path") -> Path:
-    """A path as a `Path`.
+    """Return a path as a `Path`.
 
     Raises:
         ArgumentTypeError: it isn't a path.
@@ -268,7 +268,7 @@ def checked_path(path: object, name: str = "path") -> Path:
 
 
 def checked_place(path: object, name: str = "path") -> Path | str:
-    """A path as a `Path`, or a URL as it is.
+    """Return a path as a `Path`, or a URL as it is.
 
     Raises:
         ArgumentTypeError: it is neither.
@@ -298,7 +298,7 @@ def beside(columns: Collection[str], values: Mapping[str, Any]) -> dict[str, Any
 
 
 def writable(name: object) -> str:
-    """A name as a UTF-8 file can hold it."""
+    """Return a name as a UTF-8 file can hold it."""
     return str(name).encode("utf-8", UNKNOWN).decode("utf-8")
 
 
@@ -318,13 +318,13 @@ def _is_before(number: object, first: int) -> bool:
 
 
 def _cell(value: Any) -> Any:
-    """A value as a table cell; several numbers become a JSON list."""
+    """Return a value as a table cell; several numbers become a JSON list."""
     plain = plain_value(value)
     return json.dumps(plain) if isinstance(plain, (list, dict)) else plain
 
 
 def as_json(value: Any) -> Any:
-    """A value in a form that JSON allows."""
+    """Return a value in a form that JSON allows."""
     plain = plain_value(value)
     if isinstance(plain, list):
         return [as_json(item) for item in plain]

@@ -48,18 +48,18 @@ LARGEST_RANK = 32
 
 
 def dtype_named(name: str) -> torch.dtype | None:
-    """The dtype of that name; None where fitkit can't store it or this torch lacks it."""
+    """Return the dtype of that name; None where fitkit can't store it or this torch lacks it."""
     dtype = getattr(torch, name, None) if name in STORED_AS else None
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def describe_tensor(tensor: torch.Tensor) -> dict[str, Any]:
-    """What a document says of a tensor."""
+    """Return what a document says of a tensor."""
     return {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
 
 
 def read_description(found: object, what: str) -> Described:
-    """What `describe_tensor` said.
+    """Return what `describe_tensor` said.
 
     Args:
         what: which tensor it is, for messages.
@@ -90,12 +90,14 @@ def is_shape(found: object) -> TypeGuard[list[int]]:
 
 
 def stored_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape in the file of a tensor of `shape`: complex numbers have a last dimension of 2."""
+    """Return the shape in the file of a tensor of `shape`: complex numbers have a last dimension of
+    2.
+    """
     return (*shape, 2) if dtype_name(dtype) in _PAIRS else shape
 
 
 def file_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """The type in the file of the numbers of a tensor of `dtype`: always little-endian."""
+    """Return the type in the file of the numbers of a tensor of `dtype`: always little-endian."""
     little_endian: np.dtype[Any] = np.dtype(STORED_AS[dtype_name(dtype)]).newbyteorder("<")
     return little_endian
 
@@ -151,7 +153,9 @@ def _tensor_from_array(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def to_stored(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The numbers to write for a tensor that `storable` has passed; shares memory where it can."""
+    """Return the numbers to write for a tensor that `storable` has passed; shares memory where it
+    can.
+    """
     plain, name = tensor.detach().resolve_conj().resolve_neg(), dtype_name(tensor.dtype)
     bits = (
         torch.view_as_real(plain) if name in _PAIRS else plain.view(getattr(torch, STORED_AS[name]))
@@ -160,7 +164,7 @@ def to_stored(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def from_stored(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor of `dtype` that `stored` was written for; shares its memory.
+    """Return the tensor of `dtype` that `stored` was written for; shares its memory.
 
     Raises:
         ValueError: booleans other than 0 and 1, with which torch's kernels misbehave.
@@ -192,7 +196,7 @@ class FileState(NamedTuple):
 
 
 def state_of(file: BinaryIO) -> FileState:
-    """The state of an open file."""
+    """Return the state of an open file."""
     found = os.fstat(file.fileno())
     return FileState(found.st_size, found.st_mtime_ns)
 
@@ -213,7 +217,7 @@ class StoredArrays:
         self._state = state
 
     def read(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A new tensor on the CPU."""
+        """Return a new tensor on the CPU."""
         kind = getattr(torch, STORED_AS[dtype_name(dtype)])
         stored = torch.empty(stored_shape(dtype, shape), dtype=kind)
         self._fill(offset, stored.numpy())
@@ -274,7 +278,7 @@ class Numbering:
         self._numbers: dict[tuple[Any, ...], int] = {}
 
     def add(self, value: object) -> int:
-        """The number of `value`, a tensor or an array.
+        """Return the number of `value`, a tensor or an array.
 
         Raises:
             ArgumentTypeError, ConfigurationError: it can't be written to a file.
@@ -291,5 +295,5 @@ class Numbering:
         return number
 
     def add_all(self, tensors: Mapping[str, object]) -> dict[str, int]:
-        """The number of each of these, by name."""
+        """Return the number of each of these, by name."""
         return {name: self.add(tensor) for name, tensor in tensors.items()}

@@ -44,7 +44,7 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str], size_bytes: int = 0) -> Iterator[BinaryIO]:
-    """A new file to write, which takes the place of `path` when the block ends without error.
+    """Give a new file to write, which takes the place of `path` when the block ends without error.
 
     Until then `path` is untouched, and after any error nothing of the new file is left. A
     symbolic link is kept; the file that it points to is replaced. An existing file's permissions
@@ -101,7 +101,7 @@ def check_folder_of(path: str | os.PathLike[str], target: Path) -> None:
 
 
 def _target_of(path: str | os.PathLike[str]) -> Path:
-    """The file that a path means, where its links lead."""
+    """Return the file that a path means, where its links lead."""
     given = Path(os.path.abspath(path))
     if UNFINISHED.fullmatch(given.parent.name):
         # We made this folder (folders.py): a link in its place, or in it, is somebody else's.
@@ -111,7 +111,7 @@ def _target_of(path: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def _opened_folder(folder: Path) -> Iterator[int | None]:
-    """A descriptor for what happens in a folder, even if its path leads elsewhere meanwhile.
+    """Give a descriptor for what happens in a folder, even if its path leads elsewhere meanwhile.
 
     None on Windows, which has no such calls.
     """
@@ -130,7 +130,7 @@ def _opened_folder(folder: Path) -> Iterator[int | None]:
 def _check_target(
     path: str | os.PathLike[str], target: Path, folder: int | None
 ) -> os.stat_result | None:
-    """What stands at `target` (None: nothing), where a file may be put there."""
+    """Return what stands at `target` (None: nothing), where a file may be put there."""
     try:
         # Not through a link: all that the path had are resolved.
         existing = os.stat(_name_in(folder, target), dir_fd=folder, follow_symlinks=False)
@@ -152,12 +152,12 @@ def _check_target(
 
 
 def _name_in(folder: int | None, path: Path) -> str:
-    """What a file is called in calls with `dir_fd=folder`."""
+    """Return what a file is called in calls with `dir_fd=folder`."""
     return str(path) if folder is None else path.name
 
 
 def unfinished_name(name: str) -> str:
-    """A name for what isn't `name` yet; `remove_abandoned` knows it."""
+    """Return a name for what isn't `name` yet; `remove_abandoned` knows it."""
     return f".{name[:NAME_CHARACTERS]}.{secrets.token_hex(6)}{UNFINISHED_SUFFIX}"
 
 
@@ -242,7 +242,7 @@ def _create(
 
 
 def _locked(temporary: str, folder: int | None, flags: int, mode: int) -> int:
-    """A new file, locked; its descriptor."""
+    """Return a new file, locked; its descriptor."""
     while True:
         descriptor = os.open(temporary, flags, mode, dir_fd=folder)
         if fcntl is None:

@@ -110,7 +110,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Iterator[Checkpoint]:
 
 
 def open_stored(path: str | os.PathLike[str]) -> AbstractContextManager[StoredFile]:
-    """A file or folder in fitkit's own form, whatever it holds, once all of it is checked.
+    """Return a file or folder in fitkit's own form, whatever it holds, once all of it is checked.
 
     Raises:
         FileNotFoundError, ConfigurationError, CheckpointError: as `open_checkpoint`.
@@ -120,7 +120,7 @@ def open_stored(path: str | os.PathLike[str]) -> AbstractContextManager[StoredFi
 
 
 def checkpoint_in(name: str, stored: StoredFile) -> Checkpoint:
-    """The checkpoint in an open file or folder.
+    """Return the checkpoint in an open file or folder.
 
     Raises:
         CheckpointError: it holds something else.

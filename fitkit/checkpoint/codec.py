@@ -109,7 +109,7 @@ def is_numeric(dtype: np.dtype[Any]) -> bool:
 
 
 def decode_state(encoded: object, read: Callable[[int], torch.Tensor]) -> Any:
-    """What `encode_state` was given.
+    """Return what `encode_state` was given.
 
     Args:
         encoded: the JSON.

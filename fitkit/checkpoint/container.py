@@ -171,7 +171,7 @@ class Reader:
         return len(self._described)
 
     def place_of(self, number: int) -> int:
-        """The place of what a state gives a number: the number itself.
+        """Return the place of what a state gives a number: the number itself.
 
         Raises:
             ValueError: there is none.
@@ -185,11 +185,11 @@ class Reader:
         return type(place) is int and 0 <= place < len(self)
 
     def describe(self, place: int) -> Described:
-        """The shape and dtype of an array; takes no memory for its numbers."""
+        """Return the shape and dtype of an array; takes no memory for its numbers."""
         return self._described[place]
 
     def read(self, place: int) -> torch.Tensor:
-        """An array as a new tensor on the CPU.
+        """Return an array as a new tensor on the CPU.
 
         Raises:
             CheckpointError: it can't be read.
@@ -339,7 +339,7 @@ def decode_document(
 
 
 def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object that JSON gives by `pairs`; ValueError where a name stands in it twice."""
+    """Return the object that JSON gives by `pairs`; ValueError where a name stands in it twice."""
     mapping = dict(pairs)
     if len(mapping) != len(pairs):
         raise ValueError("a name stands in it twice")

@@ -137,13 +137,15 @@ def _check_target(path: str, target: Path) -> None:
 
 
 def _others_in(folder: Path) -> list[str]:
-    """What lies in a folder beside a checkpoint's files, and what systems leave (`.DS_Store`)."""
+    """Return what lies in a folder beside a checkpoint's files, and what systems leave
+    (`.DS_Store`).
+    """
     names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     return [name for name in names if name != INDEX and not SHARD.fullmatch(name)]
 
 
 def _make_locked(target: Path) -> tuple[Path, int | None]:
-    """A new folder beside `target`, and the descriptor that holds its lock."""
+    """Return a new folder beside `target`, and the descriptor that holds its lock."""
     while True:
         place = target.with_name(unfinished_name(target.name))
         place.mkdir()
@@ -160,7 +162,7 @@ def _make_locked(target: Path) -> tuple[Path, int | None]:
 
 
 def _lock(folder: Path) -> int | None:
-    """A descriptor that holds a folder's lock; None on Windows."""
+    """Return a descriptor that holds a folder's lock; None on Windows."""
     if fcntl is None:
         return None
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -75,10 +75,10 @@ class WeightSource(Protocol):
         """The version of each submodule's state, where the format has them."""
 
     def describe(self) -> dict[str, Described]:
-        """The shape and dtype of each tensor, by name."""
+        """Return the shape and dtype of each tensor, by name."""
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor of that name, on the CPU, which stays when the file is closed."""
+        """Return the tensor of that name, on the CPU, which stays when the file is closed."""
 
     def read_into(self, name: str, tensor: torch.Tensor) -> None:
         """Copy the tensor of that name into one of its shape and dtype; several threads may.
@@ -101,12 +101,12 @@ FORMATS: Registry[WeightFormat] = Registry("suffix", group="fitkit.formats")
 
 
 def written_suffixes() -> tuple[str, ...]:
-    """The ends of the names of weight files that can be written, not only read."""
+    """Return the ends of the names of weight files that can be written, not only read."""
     return tuple(s for s in FORMATS if not getattr(FORMATS[s], "is_read_only", False))
 
 
 def format_of(path: str | os.PathLike[str]) -> WeightFormat:
-    """The format that the end of the file's name asks for; case doesn't matter.
+    """Return the format that the end of the file's name asks for; case doesn't matter.
 
     Raises:
         ConfigurationError: there is none of that name.
@@ -124,7 +124,7 @@ class TensorReader(Protocol):
     """What reads the tensors of an open file by their places, which each format chooses."""
 
     def read(self, place: Any) -> torch.Tensor:
-        """What is at a place, as a tensor of its own on the CPU."""
+        """Return what is at a place, as a tensor of its own on the CPU."""
 
     def read_into(self, place: Any, tensor: torch.Tensor) -> None:
         """Copy what is at a place into a tensor of its shape and dtype."""
@@ -158,11 +158,11 @@ class OpenWeights:
         self._used: WeakValueDictionary[Any, torch.Tensor] = WeakValueDictionary()
 
     def describe(self) -> dict[str, Described]:
-        """The shape and dtype of each tensor, by name; reads none of them."""
+        """Return the shape and dtype of each tensor, by name; reads none of them."""
         return self.described
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor of its own on the CPU; tied names get one, as long as it is in use."""
+        """Return a tensor of its own on the CPU; tied names get one, as long as it is in use."""
         place = self.places[name]
         tensor = self._used.get(place)
         if tensor is None:
@@ -176,13 +176,13 @@ class OpenWeights:
             self.reader.read_into(self.places[name], tensor)
 
     def content(self, names: Collection[str]) -> Weights:
-        """What the file has under these names, in main memory."""
+        """Return what the file has under these names, in main memory."""
         extra = {name: self.extra[name] for name in names if name in self.extra}
         tensors = {name: self.read(name) for name in names if name not in extra}
         return Weights(tensors, extra, self.versions, self.frozen)
 
     def without_prefix(self, prefix: str) -> OpenWeights:
-        """The same weights under names without what all of them begin with."""
+        """Return the same weights under names without what all of them begin with."""
 
         def renamed(mapping: Mapping[str, Any]) -> dict[str, Any]:
             return {name[len(prefix) :]: value for name, value in mapping.items()}
@@ -202,7 +202,7 @@ class OpenWeights:
 
 @contextlib.contextmanager
 def open_weights(path: str | os.PathLike[str]) -> Iterator[OpenWeights]:
-    """The weights in a file, which its format has checked.
+    """Give the weights in a file, which its format has checked.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -259,13 +259,13 @@ class HDF5:
 
     @contextlib.contextmanager
     def open(self, path: str | os.PathLike[str]) -> Iterator[OpenWeights]:
-        """The weights in a checked file."""
+        """Give the weights in a checked file."""
         with read_container(path) as reader:
             yield weights_in(os.fspath(path), reader)
 
 
 def software() -> dict[str, str]:
-    """The versions of the software that writes a file, for its readers."""
+    """Return the versions of the software that writes a file, for its readers."""
     return {
         "fitkit": __version__,
         "torch": str(torch.__version__),
@@ -275,7 +275,7 @@ def software() -> dict[str, str]:
 
 
 def encode_extra(extra: Mapping[str, Any], numbering: Numbering) -> dict[str, Any]:
-    """A state dict's entries that aren't tensors, as JSON by name.
+    """Return a state dict's entries that aren't tensors, as JSON by name.
 
     Raises:
         ConfigurationError: something in them can't be written to a file.
@@ -285,7 +285,7 @@ def encode_extra(extra: Mapping[str, Any], numbering: Numbering) -> dict[str, An
 
 
 def decode_extra(encoded: object, read: Callable[[int], torch.Tensor]) -> dict[str, Any]:
-    """What `encode_extra` was given; ValueError where it can't be."""
+    """Return what `encode_extra` was given; ValueError where it can't be."""
     found: dict[str, Any] = decode_state({"dict": encoded}, read)
     return found
 
@@ -293,7 +293,7 @@ def decode_extra(encoded: object, read: Callable[[int], torch.Tensor]) -> dict[s
 def encode_weights(
     weights: Weights, places: Mapping[str, Any], extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The part of a document that describes weights.
+    """Return the part of a document that describes weights.
 
     Args:
         places: where each tensor is, by name.
@@ -319,17 +319,17 @@ class StoredFile(TensorReader, Protocol):
         """The digest of all of it, in hexadecimal digits."""
 
     def place_of(self, number: int) -> Any:
-        """The place of what a state gives a number; ValueError where there is none."""
+        """Return the place of what a state gives a number; ValueError where there is none."""
 
     def has(self, place: object) -> bool:
         """Whether there is such a place."""
 
     def describe(self, place: Any) -> Described:
-        """The shape and dtype of what is at a place; reads nothing."""
+        """Return the shape and dtype of what is at a place; reads nothing."""
 
 
 def weights_in(path: str, arrays: StoredFile) -> OpenWeights:
-    """The weights in an open file or folder of fitkit's.
+    """Return the weights in an open file or folder of fitkit's.
 
     Raises:
         CheckpointError: it has none, or they aren't as fitkit writes them.

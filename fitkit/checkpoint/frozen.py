@@ -40,7 +40,7 @@ class Frozen:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], *, wanted: bool = True) -> Frozen:
-        """The note for these tensors; spread ones come together one at a time.
+        """Return the note for these tensors; spread ones come together one at a time.
 
         Args:
             wanted: whether this rank writes the note; without, it has no digest.
@@ -58,7 +58,7 @@ class Frozen:
 
     @classmethod
     def from_data(cls, found: object) -> Frozen:
-        """The note that `as_data` gave; an empty one for None.
+        """Return the note that `as_data` gave; an empty one for None.
 
         Raises:
             ValueError: it isn't as fitkit writes it.
@@ -115,7 +115,7 @@ def _feed(digest: Any, name: str, tensor: torch.Tensor) -> None:
 def without_frozen(
     module: torch.nn.Module, state_dict: Mapping[str, Any], *, wanted: bool = True
 ) -> OrderedDict[str, Any]:
-    """A state dict without the parameters that don't learn, and with the note of them.
+    """Return a state dict without the parameters that don't learn, and with the note of them.
 
     Buffers stay: a training may change them, whichever parameters learn.
 
@@ -156,7 +156,7 @@ def add_note(metadata: dict[str, Any], frozen: Frozen) -> None:
 
 
 def noted(metadata: object) -> Frozen:
-    """What a state dict's metadata say is left out.
+    """Return what a state dict's metadata say is left out.
 
     Raises:
         ValueError: they say it in no way that fitkit would.

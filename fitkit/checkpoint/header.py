@@ -64,7 +64,9 @@ class Verified:
 
 
 def digest_of(file: BinaryIO, start: int, before: bytes = b"") -> str:
-    """The XXH3-128, in hexadecimal digits, of `before` and of what a file has from `start` on."""
+    """Return the XXH3-128, in hexadecimal digits, of `before` and of what a file has from `start`
+    on.
+    """
     digest = xxhash.xxh3_128(before)
     block = memoryview(bytearray(_BLOCK_BYTES))
     file.seek(start)
@@ -98,7 +100,7 @@ def _header(size_bytes: int, document: Span, digest: str) -> bytes:
 
 
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """An ordinary file, open to read, without a buffer; of a URL's, a private copy.
+    """Return an ordinary file, open to read, without a buffer; of a URL's, a private copy.
 
     Raises:
         FileNotFoundError: there is none.
@@ -166,7 +168,7 @@ def _verify(name: str, file: BinaryIO) -> Verified:
 
 
 def former(name: str) -> CheckpointError:
-    """The error for a file in a format that was left before the first release."""
+    """Return the error for a file in a format that was left before the first release."""
     return CheckpointError(
         f"{name} can't be read: it was made by a version of fitkit before 0.1. Save it again with "
         "this one."
@@ -174,7 +176,7 @@ def former(name: str) -> CheckpointError:
 
 
 def damaged(name: str, what: str) -> CheckpointError:
-    """The error for a file of fitkit's that was changed after it was written."""
+    """Return the error for a file of fitkit's that was changed after it was written."""
     return CheckpointError(
         f"{name} is damaged: {what}. Nothing was loaded; use another copy or an earlier file.",
         code="FK052",
@@ -199,7 +201,7 @@ def unreadable(name: str) -> Iterator[None]:
 
 
 def _foreign(name: str, start: bytes, next_bytes: bytes) -> str:
-    """The message for a file that doesn't start as ours do: what it seems to be instead."""
+    """Return the message for a file that doesn't start as ours do: what it seems to be instead."""
     if not start:
         return f"{name} is empty: nothing was ever written to it whole. Use another file."
     if start.startswith(_HDF5_SIGNATURE):

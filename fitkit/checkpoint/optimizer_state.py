@@ -242,7 +242,7 @@ def _is_finite(value: object) -> bool:
 def _refused_options(
     optimizer: torch.optim.Optimizer, index: int, group: dict[str, Any]
 ) -> Iterator[str]:
-    """What the constructor of one of torch's optimizers says of a group's options."""
+    """Yield what the constructor of one of torch's optimizers says of a group's options."""
     if _base(optimizer) is None:
         return
     taken = inspect.signature(type(optimizer)).parameters.keys() - _HOW
@@ -259,7 +259,9 @@ def _refused_options(
 
 
 def _base(optimizer: torch.optim.Optimizer) -> str | None:
-    """The name of torch's or fitkit's class; None for a user's, which keeps what it likes."""
+    """Return the name of torch's or fitkit's class; None for a user's, which keeps what it
+    likes.
+    """
     kind = type(optimizer)
     ours = f"{kind.__module__}.".startswith(("torch.optim.", "fitkit."))
     return kind.__name__ if ours and kind.__name__ in _ALIKE else None
@@ -318,7 +320,9 @@ def _unusable(
     total: int,
     group: Mapping[str, Any],
 ) -> Iterator[tuple[Any, str]]:
-    """What a step of one of torch's optimizers couldn't use of what is kept for a parameter."""
+    """Yield what a step of one of torch's optimizers couldn't use of what is kept for a
+    parameter.
+    """
     if base is None or not entry:  # one that is empty is made anew
         return
     checks = _lbfgs(total, group) if base == "LBFGS" else _kept(base, parameter)
@@ -342,7 +346,7 @@ def _unusable(
 
 
 def _kept(base: str, parameter: torch.Tensor) -> dict[Any, Callable[[Any], str]]:
-    """What a class keeps for a parameter, with what says why a value can't be that."""
+    """Return what a class keeps for a parameter, with what says why a value can't be that."""
 
     def alike(shape: tuple[int, ...]) -> Callable[[Any], str]:
         return lambda value: _unlike(value, parameter, shape)
@@ -403,7 +407,7 @@ def _is_count(value: object) -> bool:
 
 
 def _lbfgs(total: int, group: Mapping[str, Any]) -> dict[Any, Callable[[Any], str]]:
-    """What LBFGS keeps, all of it for the first parameter: vectors over all parameters."""
+    """Return what LBFGS keeps, all of it for the first parameter: vectors over all parameters."""
     longest = group.get("history_size")
 
     def of(check: Callable[[Any], bool]) -> Callable[[Any], str]:

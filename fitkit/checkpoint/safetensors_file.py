@@ -74,7 +74,7 @@ class SafeTensors:
 
     @contextlib.contextmanager
     def open(self, path: str | os.PathLike[str]) -> Iterator[OpenWeights]:
-        """The weights in a checked file."""
+        """Give the weights in a checked file."""
         name = os.fspath(path)
         with open_tensors(path) as file:
             places = {**{tensor: tensor for tensor in file.described}, **file.aliases}
@@ -161,7 +161,8 @@ def _encode(header: dict[str, Any]) -> bytes:
 def _read_header(
     name: str, path: str | os.PathLike[str], file: BinaryIO
 ) -> tuple[bytes, dict[str, str], dict[str, tuple[str, tuple[int, ...]]]]:
-    """The header's bytes; its texts; the tensors' dtypes and shapes, as they lie in the file.
+    """Return the header's bytes; its texts; the tensors' dtypes and shapes, as they lie in the
+    file.
 
     Raises:
         CheckpointError: it isn't as the format says, or the tensors don't lie side by side up to
@@ -247,7 +248,7 @@ class SafeTensorsFile:
         self._arrays = StoredArrays(file, state)
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor of its own on the CPU."""
+        """Return a tensor of its own on the CPU."""
         with unreadable(self._path):
             return self._arrays.read(self._offsets[name], *self.described[name])
 
@@ -260,7 +261,7 @@ class SafeTensorsFile:
 def _checked_digest(
     path: str, metadata: Mapping[str, str], text: bytes, file: BinaryIO
 ) -> str | None:
-    """The digest of a file that we wrote, if it is right; others have none.
+    """Return the digest of a file that we wrote, if it is right; others have none.
 
     It is that of the whole file with zeros in the digest's place.
     """

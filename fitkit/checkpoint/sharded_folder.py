@@ -95,7 +95,7 @@ class ShardedFolder:
 
     @contextlib.contextmanager
     def open(self, path: str | os.PathLike[str]) -> Iterator[OpenWeights]:
-        """The weights in a checked folder."""
+        """Give the weights in a checked folder."""
         with open_folder(path) as folder:
             yield weights_in(os.fspath(path), folder)
 
@@ -157,7 +157,7 @@ def save_folder(
 
 
 def spread_alone(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What other ranks than the first write: of what isn't spread, they have the same."""
+    """Return what other ranks than the first write: of what isn't spread, they have the same."""
     return {key: tensor for key, tensor in tensors.items() if is_spread(tensor)}
 
 
@@ -182,7 +182,7 @@ class Content:
         self.ties: dict[str, str] = _ties(self._spread)
 
     def tensors(self, ties: Mapping[str, str]) -> dict[str, torch.Tensor]:
-        """The tensors that go into shards, by their names there.
+        """Return the tensors that go into shards, by their names there.
 
         Args:
             ties: rank 0's, which a rank whose parts are empty can't know.
@@ -198,7 +198,7 @@ class Content:
         return {**found, **self._numbering.spread}
 
     def index(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], list[Any]]:
-        """The document without the files' digests, and the arrays that aren't in shards."""
+        """Return the document without the files' digests, and the arrays that aren't in shards."""
         places = {
             name: self.ties[name]
             if name in self.ties
@@ -233,7 +233,7 @@ class FolderNumbering(Numbering):
         self._known: dict[int, int] = {}
 
     def array(self, value: object) -> int:
-        """The number of an array in the index."""
+        """Return the number of an array in the index."""
         return super().add(value)
 
     def add(self, value: object) -> int:
@@ -339,7 +339,7 @@ def write_shard(path: str, place: Path, shard: Shard, rank: int) -> dict[str, st
 
 
 def _named(path: str, rank: int, work: Callable[[], Result]) -> Result:
-    """What `work` gives; an error of any kind becomes one with the folder's name."""
+    """Return what `work` gives; an error of any kind becomes one with the folder's name."""
     try:
         return work()
     except FitkitError:
@@ -352,7 +352,9 @@ def _named(path: str, rank: int, work: Callable[[], Result]) -> Result:
 
 
 def _chunks(plan: SavePlan, planner: SavePlanner) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """A rank's chunks, of which empty ones are left out, and the texts that say where they lie."""
+    """Return a rank's chunks, of which empty ones are left out, and the texts that say where they
+    lie.
+    """
     tensors: dict[str, torch.Tensor] = {}
     offsets: dict[str, list[int]] = {}
     known = Numbering()
@@ -480,7 +482,7 @@ class Folder:
             self._chunks[key].append(Chunk(name, tuple(begin), sizes, dtype))
 
     def place_of(self, number: int) -> int | str:
-        """The place of what a state gives a number; ValueError where there is none."""
+        """Return the place of what a state gives a number; ValueError where there is none."""
         if not 0 <= number < len(self._numbers):
             raise ValueError("its state names tensors that it doesn't have")
         place: int | str = self._numbers[number]
@@ -491,11 +493,11 @@ class Folder:
         return place in self._spread if isinstance(place, str) else self._index.has(place)
 
     def describe(self, place: Any) -> Described:
-        """The shape and dtype of what is at a place."""
+        """Return the shape and dtype of what is at a place."""
         return self._spread[place] if isinstance(place, str) else self._index.describe(place)
 
     def read(self, place: Any) -> torch.Tensor:
-        """What is at a place, as a tensor of its own on the CPU."""
+        """Return what is at a place, as a tensor of its own on the CPU."""
         if not isinstance(place, str):
             return self._index.read(place)
         shape, dtype = self._spread[place]
@@ -515,7 +517,7 @@ class Folder:
 
 
 def _checked_whole(key: str, entry: object, chunks: list[Chunk]) -> Described:
-    """The shape and dtype of a tensor; ValueError where its chunks aren't its whole."""
+    """Return the shape and dtype of a tensor; ValueError where its chunks aren't its whole."""
     shape, dtype = read_description(entry, repr(key))
     alike = all(chunk.dtype == dtype and len(chunk.sizes) == len(shape) for chunk in chunks)
     if not alike or not _make_up(shape, chunks):

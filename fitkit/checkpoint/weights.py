@@ -85,7 +85,7 @@ class Matching:
             )
 
     def _prefix_hint(self) -> str:
-        """A sentence where all names differ by one prefix, the most frequent slip."""
+        """Return a sentence where all names differ by one prefix, the most frequent slip."""
         for longer, shorter, where in (
             (self.unexpected, self.lost, "in the file"),
             (self.lost, self.unexpected, "in the module"),
@@ -96,7 +96,7 @@ class Matching:
         return ""
 
     def list_mismatched(self, title: str) -> str:
-        """What differs in shape or kind, under a title."""
+        """Return what differs in shape or kind, under a title."""
         return listing(title, [f"{name}: {what}" for name, what in self.mismatched.items()])
 
 
@@ -145,7 +145,7 @@ def _words(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def listing(title: str, lines: tuple[str, ...] | list[str]) -> str:
-    """The lines under a title with their number, indented; nothing where there are none."""
+    """Return the lines under a title with their number, indented; nothing where there are none."""
     if not lines:
         return ""
     more = [f"… and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
@@ -153,7 +153,9 @@ def listing(title: str, lines: tuple[str, ...] | list[str]) -> str:
 
 
 def _common_prefix(longer: tuple[str, ...], shorter: tuple[str, ...]) -> str:
-    """What stands before the names of `shorter` in `longer`, where that is all that differs."""
+    """Return what stands before the names of `shorter` in `longer`, where that is all that
+    differs.
+    """
     if not shorter or len(longer) != len(shorter) or not longer[0].endswith(shorter[0]):
         return ""
     prefix = longer[0][: len(longer[0]) - len(shorter[0])]
@@ -189,7 +191,7 @@ def save_weights(path: str | os.PathLike[str], state_dict: Mapping[str, Any]) ->
 
 
 def collect_weights(state_dict: Mapping[str, Any]) -> Weights:
-    """What a file of weights holds for `state_dict`.
+    """Return what a file of weights holds for `state_dict`.
 
     Raises:
         ArgumentTypeError, ConfigurationError: as `save_weights`.
@@ -380,7 +382,7 @@ def _check_module(module: object) -> None:
 
 
 def _expected(module: torch.nn.Module) -> dict[str, Any]:
-    """The module's state dict, where all of it has values that can be replaced."""
+    """Return the module's state dict, where all of it has values that can be replaced."""
     _check_module(module)
     state = dict(module.state_dict())
     for name, value in state.items():
@@ -395,7 +397,7 @@ def _expected(module: torch.nn.Module) -> dict[str, Any]:
 def _waiting(
     source: OpenWeights, comparison: Matching, module: torch.nn.Module
 ) -> dict[str, torch.dtype]:
-    """The names of what is read straight into the module, with the dtypes in the file.
+    """Return the names of what is read straight into the module, with the dtypes in the file.
 
     Not booleans: their numbers have to be looked at first.
     """
@@ -457,7 +459,7 @@ _COPYING = (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict)
 
 
 def plain_targets(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and buffers that torch's own loading overwrites, by name.
+    """Return the parameters and buffers that torch's own loading overwrites, by name.
 
     Three kinds are left out: those at or below a submodule with its own loading code or hooks,
     tensors of other classes than torch's, and those that share memory with another tensor.

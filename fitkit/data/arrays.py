@@ -67,7 +67,7 @@ class SparseMatrix:
         return int(self.shape[0])
 
     def rows(self, chosen: Any) -> torch.Tensor:
-        """The chosen rows, a slice or indices, as a dense tensor."""
+        """Return the chosen rows, a slice or indices, as a dense tensor."""
         if isinstance(chosen, torch.Tensor):
             chosen = chosen.cpu().numpy()
         dense: torch.Tensor = as_tensors(self.matrix[chosen].toarray(), self.name, self.float_dtype)
@@ -75,7 +75,7 @@ class SparseMatrix:
 
 
 def made_dense(tree: Any) -> Any:
-    """A tree with its `SparseMatrix` leaves as dense tensors."""
+    """Return a tree with its `SparseMatrix` leaves as dense tensors."""
     return trees.map_leaves(
         lambda leaf: leaf.rows(slice(None)) if isinstance(leaf, SparseMatrix) else leaf, tree
     )
@@ -96,7 +96,9 @@ def is_array_tree(value: object, *, gaps: bool = False) -> bool:
 
 
 def wide_dtype(float_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of targets and weights for a net's dtype: half precision would round them."""
+    """Return the dtype of targets and weights for a net's dtype: half precision would round
+    them.
+    """
     return float_dtype if float_dtype.itemsize >= 4 else torch.float32
 
 
@@ -253,7 +255,7 @@ def _refuse_columns(frame: Any, name: str) -> None:
 
 
 def _strings(array: np.ndarray[Any, Any], name: str) -> str:
-    """What to write instead of an array of strings."""
+    """Return what to write instead of an array of strings."""
     try:
         array.astype("float32")
     except ValueError:
@@ -282,7 +284,7 @@ def check_cuttable(tree: Any, name: str) -> None:
 
 
 def check_lengths(parts: dict[str, Any]) -> int:
-    """The first length that all arrays in `parts` (name → tree) share.
+    """Return the first length that all arrays in `parts` (name → tree) share.
 
     Raises:
         ConfigurationError: lengths differ (both are named), or there are no samples.
@@ -339,7 +341,7 @@ def check_alike(train: Any, held_out: Any, name: str = "validation_data") -> Non
 
 
 def samples_between(tree: Any, start: int, stop: int) -> Any:
-    """The samples from `start` to `stop` of every array in a tree."""
+    """Return the samples from `start` to `stop` of every array in a tree."""
     return trees.map_leaves(lambda leaf: None if leaf is None else _cut(leaf, start, stop), tree)
 
 
@@ -369,7 +371,9 @@ MOST_BYTES = 1 << 22
 
 
 def fingerprints(tree: Any) -> dict[str, str]:
-    """A fingerprint of each tensor by its place in the tree: type, shape, and a digest of rows."""
+    """Return a fingerprint of each tensor by its place in the tree: type, shape, and a digest of
+    rows.
+    """
     found: dict[str, str] = {}
     for path, leaf in trees.leaves_with_paths(tree):
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.numel():
@@ -423,7 +427,7 @@ class ArraySource(Source):
         return self.batch[1] if len(self.batch) > 1 else None
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
-        """The batches of pass `number` (from 0), without the first `skip`."""
+        """Return the batches of pass `number` (from 0), without the first `skip`."""
         if self.shuffle:
             return self.read(self.index_batches(number)[skip:])
         return self._in_order(skip)
@@ -434,7 +438,7 @@ class ArraySource(Source):
         return itertools.chain(itertools.repeat(size, full), [rest] if rest else [])
 
     def read(self, chosen: Iterable[torch.Tensor]) -> Iterator[Any]:
-        """The batches of these samples."""
+        """Return the batches of these samples."""
         at_once = min(self.ahead, MOST_AT_ONCE // self._batch_bytes())
         if at_once > 1 and SELECTED_AHEAD.is_on:
             return self._read_ahead(iter(chosen), at_once)
@@ -447,7 +451,9 @@ class ArraySource(Source):
             yield from zip(*picked, strict=True)
 
     def _batch_bytes(self) -> int:
-        """The memory of a batch whose rows are copied on a CPU; a very large number for others."""
+        """Return the memory of a batch whose rows are copied on a CPU; a very large number for
+        others.
+        """
         if not self._flat or not all(part.is_cpu for part in self.batch):
             return 2**63
         return trees.tensor_bytes(self.batch) // max(self.steps, 1) + 1
@@ -464,7 +470,9 @@ class ArraySource(Source):
         return (samples_between(self.batch, start, start + size) for start in starts)
 
     def _near(self, chosen: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """The batches' indices on the data's device, sent at once, or in parts if very many."""
+        """Yield the batches' indices on the data's device, sent at once, or in parts if very
+        many.
+        """
         first, rest = self.batch[0], iter(chosen)
         if not isinstance(first, torch.Tensor) or first.device.type == "cpu":
             yield from rest
@@ -475,7 +483,7 @@ class ArraySource(Source):
             yield from whole.split([len(part) for part in block])
 
     def take(self, chosen: torch.Tensor) -> Any:
-        """The batch of the chosen samples, (B,) int64."""
+        """Return the batch of the chosen samples, (B,) int64."""
         if self._flat:
             return tuple([select_rows(tensor, chosen) for tensor in self.batch])
         return trees.map_leaves(
@@ -483,7 +491,7 @@ class ArraySource(Source):
         )
 
     def index_batches(self, number: int) -> Sequence[torch.Tensor]:
-        """The indices of each batch of pass `number`."""
+        """Return the indices of each batch of pass `number`."""
         samples, size = self.samples or 0, self.batch_size or 1
         is_large = samples >= permutation.MANY
         if not self.shuffle:
@@ -500,13 +508,15 @@ class ArraySource(Source):
         )
 
     def draw_seed(self) -> int:
-        """The seed of all passes, drawn once from torch's global generator."""
+        """Return the seed of all passes, drawn once from torch's global generator."""
         self.seed = int(torch.empty((), dtype=torch.int64).random_().item())
         return self.seed
 
 
 def select_rows(tensor: Any, chosen: torch.Tensor) -> torch.Tensor:
-    """The chosen rows. Indexing with an index tensor takes twice as long (PERFORMANCE.md)."""
+    """Return the chosen rows. Indexing with an index tensor takes twice as long
+    (PERFORMANCE.md).
+    """
     if isinstance(tensor, SparseMatrix):
         return tensor.rows(chosen)
     if tensor.device.type != "cpu":

@@ -91,11 +91,14 @@ class Source:
         return self
 
     def sizes(self, skip: int) -> Iterator[int] | None:
-        """The samples of each batch after the first `skip`; None if only the batches tell."""
+        """Return the samples of each batch after the first `skip`; None if only the batches
+        tell.
+        """
         return None
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
-        """The batches of pass `number`, without the first `skip`, which aren't loaded if avoidable.
+        """Return the batches of pass `number`, without the first `skip`, which aren't loaded if
+        avoidable.
 
         `NoRows` stands for each batch without rows. It counts among those to skip.
 
@@ -105,7 +108,7 @@ class Source:
 
 
 def marked(batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches, with `NoRows` for each empty one (from an empty shard or a filter).
+    """Yield the batches, with `NoRows` for each empty one (from an empty shard or a filter).
 
     Raises:
         ConfigurationError: torch's collate can't join the samples.
@@ -186,7 +189,7 @@ class CountedSource(Source):
 
 
 def unpack_batch(batch: Any) -> tuple[Any, Any, Any]:
-    """The inputs, targets and sample weights of a batch; None for what it doesn't have.
+    """Return the inputs, targets and sample weights of a batch; None for what it doesn't have.
 
     Args:
         batch: `(x, y)`, `(x, y, sample_weight)` or `(x,)` as a tuple or list. Anything else (a
@@ -291,7 +294,7 @@ class Stream:
         self._epochs = 0
 
     def epoch(self, done: int = 0) -> Iterator[Any]:
-        """The next epoch's batches.
+        """Return the next epoch's batches.
 
         Args:
             done: steps of this epoch that were made before the training stopped.
@@ -334,7 +337,8 @@ class Stream:
         return next((batch for batch in batches if batch is not NoRows), None)
 
     def loader_state(self, *, ends_pass: bool) -> dict[str, Any] | None:
-        """The state of a loader that keeps its own, if one rank reads it alone; otherwise None.
+        """Return the state of a loader that keeps its own, if one rank reads it alone; otherwise
+        None.
 
         Args:
             ends_pass: whether the next batch belongs to a new pass.
@@ -355,7 +359,7 @@ class Stream:
 
 
 def _begin(source: Source, position: Position) -> Iterator[Any]:
-    """The batches of a pass from a position on. What its beginning draws is drawn again."""
+    """Return the batches of a pass from a position on. What its beginning draws is drawn again."""
     own = source.own_state
     if position.batches and own is not None and own.waits:
         return source.batches(position.number, position.batches)
@@ -385,7 +389,7 @@ def _passes(source: Source, position: Position, ranks: int) -> Iterator[Any]:
 
 
 def limited(source: Source, steps: int | None) -> Iterator[Any]:
-    """The first `steps` batches of a new pass (None: all). Nothing more is read."""
+    """Return the first `steps` batches of a new pass (None: all). Nothing more is read."""
     batches = source.batches(0)
     return batches if steps is None else itertools.islice(batches, steps)
 
@@ -393,7 +397,7 @@ def limited(source: Source, steps: int | None) -> Iterator[Any]:
 def in_groups(
     batches: Iterable[Any], size: int, first: int = 0
 ) -> Iterator[Iterable[tuple[int, Any]]]:
-    """Number batches, and yield them in groups of `size` with their numbers. The last may be short.
+    """Yield batches with their numbers, in groups of `size`. The last may be short.
 
     A group's batches are read while the caller iterates over it, which it must do to the end.
 

@@ -37,7 +37,7 @@ _DEPTH = 16
 
 
 def parts_of(data: Any) -> list[Any]:
-    """A loader with the samplers, data sets and loaders in it, each once.
+    """Return a loader with the samplers, data sets and loaders in it, each once.
 
     torch's `Subset`, `ConcatDataset`, `ChainDataset` and `BatchSampler` are looked into, and all
     classes that call what they hold by the same names.
@@ -115,7 +115,7 @@ def begin_seeds(loader: DataLoader[Any]) -> torch.Generator:
 
 
 def seeds_apart(seeds: torch.Generator, place: int) -> torch.Generator:
-    """The seeds of one of several places that read a pass: each gets other random numbers.
+    """Return the seeds of one of several places that read a pass: each gets other random numbers.
 
     Args:
         seeds: of the pass, from `begin_seeds`.
@@ -181,12 +181,12 @@ def iterate(loader: DataLoader[Any], number: int) -> Iterator[Any]:
 
 
 def sampler_name(loader: DataLoader[Any]) -> str:
-    """The name of the sampler that determines a loader's batches."""
+    """Return the name of the sampler that determines a loader's batches."""
     return "sampler" if loader.batch_sampler is None else "batch_sampler"
 
 
 def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
-    """The loader with another sampler in place of the determining one."""
+    """Return the loader with another sampler in place of the determining one."""
     # A shallow copy keeps the user's subclass and attributes; a DataLoader refuses new samplers by
     # its own __setattr__.
     other = copy.copy(loader)
@@ -196,14 +196,16 @@ def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
 
 
 def begin_order(loader: DataLoader[Any]) -> tuple[Iterator[Any], torch.Generator]:
-    """The indices of a new pass's batches and its seeds, with the draws that iterating makes."""
+    """Return the indices of a new pass's batches and its seeds, with the draws that iterating
+    makes.
+    """
     indices = iter(getattr(loader, sampler_name(loader)))
     seeds = begin_seeds(loader)
     return indices, seeds
 
 
 def generators_of(*loaders: DataLoader[Any]) -> list[torch.Generator]:
-    """The loaders' and their samplers' own generators, each once."""
+    """Return the loaders' and their samplers' own generators, each once."""
     owners = [(each, each.sampler, each.batch_sampler) for each in loaders]
     found = [getattr(one, "generator", None) for these in owners for one in these]
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
@@ -234,7 +236,8 @@ class ReadInOrder:
         self._ordered = with_sampler(loader, self._order)
 
     def __call__(self, chosen: Iterable[Any], number: int, seeds: torch.Generator) -> Iterator[Any]:
-        """The batches of these indices, as the loader's sampler gives them or `index_batches`.
+        """Return the batches of these indices, as the loader's sampler gives them or
+        `index_batches`.
 
         Args:
             number: the number of the pass.
@@ -279,7 +282,7 @@ def _holds_tensors(dataset: Any) -> bool:
 
 
 def targets_by_index(loader: DataLoader[Any]) -> Any:
-    """The source of the targets of a loader that `reads_by_index`; None if it has none."""
+    """Return the source of the targets of a loader that `reads_by_index`; None if it has none."""
     dataset: Any = loader.dataset
     while type(dataset) is Subset:
         dataset = dataset.dataset
@@ -287,7 +290,7 @@ def targets_by_index(loader: DataLoader[Any]) -> Any:
 
 
 def batches_by_index(loader: DataLoader[Any], chosen: Iterable[Any]) -> Iterator[Any]:
-    """The batches of a loader that `reads_by_index`.
+    """Yield the batches of a loader that `reads_by_index`.
 
     Args:
         chosen: each batch's indices, as `index_batches` or the loader's sampler gives them.
@@ -300,7 +303,7 @@ def batches_by_index(loader: DataLoader[Any], chosen: Iterable[Any]) -> Iterator
 
 
 def _selected(whole: TensorDataset, among: Tensor | None, rows: Tensor) -> list[Tensor] | None:
-    """A batch of rows. None if some don't exist: torch itself may count from the end."""
+    """Return a batch of rows. None if some don't exist: torch itself may count from the end."""
     try:
         if among is not None:
             rows = among.index_select(0, rows)
@@ -310,7 +313,7 @@ def _selected(whole: TensorDataset, among: Tensor | None, rows: Tensor) -> list[
 
 
 def index_batches(loader: DataLoader[Any]) -> Iterator[Any]:
-    """The indices of each batch.
+    """Return the indices of each batch.
 
     Tensors (B,) if the samplers are torch's own for a loader's `shuffle`. Otherwise what the
     loader's sampler yields.
@@ -328,7 +331,7 @@ def index_batches(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def computed_batches(loader: DataLoader[Any]) -> IndexBatches | None:
-    """The indices of each batch of a new pass, if each can be computed without the others.
+    """Return the indices of each batch of a new pass, if each can be computed without the others.
 
     None if the samplers aren't torch's own, or the order isn't that of the data set or of a
     `PermutationSampler`, which draws the pass's order here.
@@ -344,7 +347,7 @@ def computed_batches(loader: DataLoader[Any]) -> IndexBatches | None:
 
 
 def _permutations(sampler: RandomSampler) -> Iterator[Tensor]:
-    """A `RandomSampler`'s indices in parts, each drawn when its first index is asked for."""
+    """Yield a `RandomSampler`'s indices in parts, each drawn when its first index is asked for."""
     count = len(sampler.data_source)
     generator = sampler.generator
     if generator is None:
@@ -370,7 +373,7 @@ def _cut(parts: Iterator[Tensor], size: int, drop_last: bool) -> Iterator[Tensor
 
 
 def _rows_of(dataset: Any) -> tuple[TensorDataset, Tensor | None] | None:
-    """The data set that holds the tensors, and the rows of it in `dataset` (None for all).
+    """Return the data set that holds the tensors, and the rows of it in `dataset` (None for all).
 
     None if a subset's indices aren't plain: torch itself says what is wrong with them.
     """
@@ -394,7 +397,7 @@ def _are_within(among: Tensor | None, count: int) -> bool:
 
 
 def _plain_indices(indices: Sequence[int]) -> Tensor | None:
-    """A subset's indices as a tensor; None if some aren't integers from 0."""
+    """Return a subset's indices as a tensor; None if some aren't integers from 0."""
     if not isinstance(indices, (range, list, tuple, np.ndarray, Tensor)):
         return None  # a pandas Series looks up entries by labels
     if isinstance(indices, range):
@@ -412,7 +415,9 @@ def _plain_indices(indices: Sequence[int]) -> Tensor | None:
 
 
 def _usable(indices: Any) -> Tensor | None:
-    """A batch's indices as a tensor (B,); None if `index_select` would take them otherwise."""
+    """Return a batch's indices as a tensor (B,); None if `index_select` would take them
+    otherwise.
+    """
     if type(indices) is Tensor:
         is_plain = indices.dtype is torch.int64 and indices.ndim == 1 and indices.is_cpu
         return indices if is_plain else None
@@ -422,7 +427,7 @@ def _usable(indices: Any) -> Tensor | None:
 
 
 def _sample_by_sample(loader: DataLoader[Any], indices: Any) -> Any:
-    """A batch as torch's own fetcher makes it."""
+    """Return a batch as torch's own fetcher makes it."""
     dataset: Any = loader.dataset
     indices = indices.tolist() if type(indices) is Tensor else indices
     if hasattr(dataset, "__getitems__"):
@@ -431,7 +436,7 @@ def _sample_by_sample(loader: DataLoader[Any], indices: Any) -> Any:
 
 
 def own_state_of(loader: Any) -> OwnState | None:
-    """The tracker of a loader's own state; None for a loader without one."""
+    """Return the tracker of a loader's own state; None for a loader without one."""
     methods = (getattr(loader, name, None) for name in ("state_dict", "load_state_dict"))
     return OwnState(loader) if all(callable(method) for method in methods) else None
 
@@ -455,7 +460,7 @@ class OwnState:
         self.waits: bool = False
 
     def batches(self, generators: Sequence[torch.Generator] = ()) -> Iterator[Any]:
-        """The batches of a new pass or, after `take`, the remaining ones of a restored pass.
+        """Return the batches of a new pass or, after `take`, the remaining ones of a restored pass.
 
         Args:
             generators: the loader's own generators, with their states from the saved training.
@@ -478,7 +483,8 @@ class OwnState:
         self._at_end = True
 
     def state(self, *, ends_pass: bool) -> dict[str, Any] | None:
-        """The loader's state to resume from; None if a new pass begins as the first one does.
+        """Return the loader's state to resume from; None if a new pass begins as the first one
+        does.
 
         Args:
             ends_pass: whether the next batch belongs to a new pass. Otherwise a state from within

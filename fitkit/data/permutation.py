@@ -51,7 +51,7 @@ class Permutation:
         self._keys = np.random.SeedSequence(seed).generate_state(ROUNDS, np.uint64)
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
-        """The samples at these positions.
+        """Return the samples at these positions.
 
         Shapes: (P,) int64 below `count` to (P,) int64.
         """
@@ -61,7 +61,9 @@ class Permutation:
         return torch.from_numpy(found.astype(np.int64))
 
     def _permuted(self, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The numbers after one pass through the network. Its halves may differ by one bit."""
+        """Return the numbers after one pass through the network. Its halves may differ by one
+        bit.
+        """
         low, high = numbers & self._low_mask, numbers >> self._low
         for first, second in zip(self._keys[::2], self._keys[1::2], strict=True):
             low ^= _mixed(high + first) & self._low_mask
@@ -135,11 +137,11 @@ class IndexBatches(Sequence[torch.Tensor]):
             yield from self._computed(self._numbers[start : start + at_once])
 
     def lists(self) -> Iterator[list[int]]:
-        """The batches in the form that data sets and workers expect."""
+        """Return the batches in the form that data sets and workers expect."""
         return map(torch.Tensor.tolist, self)
 
     def _computed(self, numbers: range) -> Sequence[torch.Tensor]:
-        """The batches with these numbers."""
+        """Return the batches with these numbers."""
         first = torch.arange(numbers.start, numbers.stop, numbers.step) * self.batch_size
         positions = (first[:, None] + torch.arange(self.batch_size)).flatten()
         # The shorter last batch comes last here, if it is included at all.
@@ -200,6 +202,6 @@ class PermutationSampler(Sampler[int]):
             yield from block.tolist()
 
     def draw(self) -> Permutation:
-        """The next pass's order."""
+        """Return the next pass's order."""
         seed = torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         return Permutation(len(self), int(seed))

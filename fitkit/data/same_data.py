@@ -87,7 +87,7 @@ def _dataset_facts(dataset: Dataset[Any]) -> Iterator[tuple[str, int]]:
 
 
 def batch_facts(batch: Any) -> Iterator[tuple[str, int]]:
-    """The same facts about a batch."""
+    """Yield the same facts about a batch."""
     for path, leaf in trees.leaves_with_paths(batch):
         leaf = torch.from_numpy(np.ascontiguousarray(leaf)) if _is_numbers(leaf) else leaf
         is_plain = isinstance(leaf, (str, bytes, int, float))
@@ -99,7 +99,7 @@ def _is_numbers(leaf: Any) -> bool:
 
 
 def _array_facts(name: str, value: Any) -> tuple[str, int]:
-    """An array's name, shape and dtype, and the checksum of some of its numbers."""
+    """Return an array's name, shape and dtype, and the checksum of some of its numbers."""
     if not isinstance(value, torch.Tensor) or value.is_nested:
         return f"{name} {type(value).__name__}", 0
     words = f"{name} {tuple(value.shape)} {dtype_name(value.dtype)}"

@@ -65,7 +65,7 @@ def sharded(
     fills: bool = False,
     samples_of: Callable[[Any], int] = samples_of,
 ) -> Source:
-    """The rank's shard of a source, of `Batch`es.
+    """Return the rank's shard of a source, of `Batch`es.
 
     Args:
         ranks: the ranks that share the data, at least two.
@@ -140,7 +140,7 @@ PLACES = (("rank", "num_replicas"), ("process_index", "num_processes"))
 
 
 def _place_of(sampler: Any) -> tuple[int, int] | None:
-    """The rank that a sampler is for, and how many there are; None for one that isn't for one."""
+    """Return the rank that a sampler is for, and how many there are; None for a general one."""
     for names in PLACES:
         rank, count = (getattr(sampler, name, None) for name in names)
         if isinstance(rank, int) and isinstance(count, int):
@@ -282,7 +282,8 @@ class _Shard(Source):
             yield Batch(last, count, total)
 
     def _count_of(self, batch: Any, promised: int | None = None) -> int:
-        """A batch's samples; at least 1 if it has rows, because 0 means that it doesn't count.
+        """Return a batch's samples; at least 1 if it has rows, because 0 means that it doesn't
+        count.
 
         Args:
             promised: their number if the batch has no arrays, but objects of a library.
@@ -346,7 +347,7 @@ class Order:
         return self.groups
 
     def steps(self, deal: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
-        """What `deal` makes of the batches. It gets whole steps, until the last part."""
+        """Yield what `deal` makes of the batches. It gets whole steps, until the last part."""
         while not self._ended:
             full = len(self.groups) // self._ranks.world_size * self._ranks.world_size
             yield from deal(self.groups[:full])
@@ -415,7 +416,7 @@ class _DealtByIndex(_Shard):
         return self._together(read(indices for indices, count, _ in also if count), promised)
 
     def _begin(self, number: int) -> tuple[Order, torch.Generator | None]:
-        """The order of a pass, as one process would draw it, and the seeds of its workers."""
+        """Return a pass's order, as one process would draw it, and the seeds of its workers."""
         source, is_first = self.source, self.ranks.rank == 0
         if isinstance(source, ArraySource):  # the order follows from a seed
             if source.shuffle and source.seed is None:
@@ -440,7 +441,7 @@ class _DealtByIndex(_Shard):
         number: int,
         seeds: torch.Generator | None,
     ) -> Iterator[Any]:
-        """The batches of these indices, without drawing more random numbers.
+        """Return the batches of these indices, without drawing more random numbers.
 
         Args:
             is_computed: whether they are tensors instead of a sampler's lists.
@@ -585,11 +586,11 @@ class _HandedOut(_Shard):
         return self._handed_out(self.source.batches(number, skip) if self.ranks.rank == 0 else ())
 
     def deal(self, batches: Iterator[Any], skip: int) -> Iterator[Any]:
-        """A pass that has begun: on rank 0 these batches without the first `skip`."""
+        """Return a pass that has begun: on rank 0 these batches without the first `skip`."""
         return self._handed_out(without_first(batches, skip) if self.ranks.rank == 0 else ())
 
     def _handed_out(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """A batch for each rank, as long as there are any."""
+        """Yield a batch for each rank, as long as there are any."""
         batches = itertools.islice(batches, self.limit)
         while True:
             mine, count, total = self.ranks.scatter(self._next(batches))
@@ -601,7 +602,7 @@ class _HandedOut(_Shard):
                 yield mine if count else NoRows
 
     def _next(self, batches: Iterator[Any]) -> list[Any] | None:
-        """The batch and samples of each rank, and the samples of all ranks in this step."""
+        """Return the batch and samples of each rank, and the samples of all ranks in this step."""
         if self.ranks.rank != 0:
             return None
         found = [batch for _, batch in zip(range(self.size), batches, strict=False)]
@@ -641,7 +642,7 @@ def filled(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
 
 
 def rank_batches(dealt: Iterable[tuple[Any, int, int]], batches: Iterator[Any]) -> Iterator[Any]:
-    """A loader's batches as a rank's parts of the steps that their indices belong to."""
+    """Yield a loader's batches as a rank's parts of the steps that their indices belong to."""
     for (_, count, total), (batch, has_rows) in zip(dealt, filled(batches), strict=True):
         yield Batch(batch, count if has_rows else 0, total) if total else NoRows
 
@@ -652,7 +653,7 @@ def in_turn(groups: Any, ranks: Collectives) -> Iterator[Any]:
 
 
 def deal(groups: Any, ranks: Collectives, *, drop_last: bool) -> Iterator[tuple[Any, int, int]]:
-    """A rank's indices for each step, their number, and that of all ranks.
+    """Yield a rank's indices for each step, their number, and that of all ranks.
 
     Args:
         groups: the indices of every batch, in order: tensors (B,) or lists.
@@ -689,7 +690,7 @@ def _uneven(step: Any) -> bool:
 
 
 def _part(step: Any, rank: int, size: int, total: int) -> Any:
-    """A rank's contiguous part of a group's samples. Parts differ by one at most."""
+    """Return a rank's contiguous part of a group's samples. Parts differ by one at most."""
     bounds = [index * total // size for index in (rank, rank + 1)]
     if isinstance(step[0], torch.Tensor):
         return torch.cat(list(step))[bounds[0] : bounds[1]]

@@ -65,7 +65,7 @@ DEFAULT_BATCH_SIZE = 32
 
 
 def first_inputs(source: Source) -> Any:
-    """The inputs of a first batch, or of its first sample, read without a trace.
+    """Return the inputs of a first batch, or of its first sample, read without a trace.
 
     Raises:
         ConfigurationError: the data can be read only once.
@@ -86,14 +86,16 @@ def first_inputs(source: Source) -> Any:
 
 
 def _first_of(loader: DataLoader[Any]) -> Any:
-    """A loader's first sample as a batch; its first batch, if it has no samples by number."""
+    """Return a loader's first sample as a batch; its first batch if it reads no samples."""
     if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
         return next(iter(loader.dataset))
     return loader.collate_fn([loader.dataset[0]])
 
 
 def targets_of(source: Source) -> Any:
-    """What the targets of all of a source's batches are drawn from; None where nobody knows."""
+    """Return what the targets of all of a source's batches are drawn from; None where nobody
+    knows.
+    """
     source = source.whole
     if isinstance(source, LoaderSource) and reads_by_index(source.loader):
         return targets_by_index(source.loader)
@@ -142,7 +144,7 @@ class LoaderSource(Source):
         return is_stream or iterates_by_itself(self.loader)
 
     def begin(self) -> tuple[Iterator[Any], torch.Generator]:
-        """The indices of a new pass's batches and its seeds, as torch draws them."""
+        """Return the indices of a new pass's batches and its seeds, as torch draws them."""
         indices, seeds = begin_order(self.loader)
         if self.loader.num_workers:  # torch begins twice where it starts workers
             indices = iter(getattr(self.loader, sampler_name(self.loader)))
@@ -173,7 +175,8 @@ class LoaderSource(Source):
 
 
 def _without_masks(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """The loader, refusing masked arrays, of which torch's collate takes the numbers underneath.
+    """Return the loader, refusing masked arrays, of which torch's collate takes the numbers
+    underneath.
 
     Workers that live on belong to the user's own loader, which stays as it is.
     """
@@ -216,13 +219,13 @@ class DrawnSource(Source, ABC):
 
     @abstractmethod
     def draw(self) -> tuple[list[list[Any]], list[torch.Generator]]:
-        """The indices of each loader's batches in a pass, and its seeds."""
+        """Return the indices of each loader's batches in a pass, and its seeds."""
 
     @abstractmethod
     def read(
         self, orders: list[list[Any]], number: int, seeds: list[torch.Generator], *, place: int
     ) -> Iterator[Any]:
-        """The batches of these indices, without drawing more random numbers.
+        """Return the batches of these indices, without drawing more random numbers.
 
         Args:
             number: the number of the pass.
@@ -246,13 +249,13 @@ class ReadByItself(ABC):
 
     @abstractmethod
     def pass_of(self, number: int) -> Iterator[Any]:
-        """The batches of pass `number`."""
+        """Return the batches of pass `number`."""
 
     @abstractmethod
     def by_index(
         self, prepared: Callable[[DataLoader[Any]], DataLoader[Any]]
     ) -> DrawnSource | None:
-        """The source that reads them by index; None if that is impossible.
+        """Return the source that reads them by index; None if that is impossible.
 
         Args:
             prepared: a function that returns the loader to read in place of a given one.
@@ -263,7 +266,7 @@ class ReadByItself(ABC):
 
 
 def without_first(batches: Iterator[Any], skip: int) -> Iterator[Any]:
-    """What is left of an iterator after `skip` entries, which are taken at once."""
+    """Return what is left of an iterator after `skip` entries, which are taken at once."""
     missing = object()
     for _ in range(skip):
         if next(batches, missing) is missing:
@@ -272,7 +275,7 @@ def without_first(batches: Iterator[Any], skip: int) -> Iterator[Any]:
 
 
 def for_other_ranks(source: Source | None) -> Source | None:
-    """A source as other processes get it: a plain iterable stays with rank 0."""
+    """Return a source as other processes get it: a plain iterable stays with rank 0."""
     if not isinstance(source, IterableSource):
         return source
     placeholder = IterableSource(())
@@ -298,7 +301,7 @@ def make_source(
     float_dtype: torch.dtype = torch.float32,
     name: str = "x",
 ) -> Source:
-    """The source for what a user passed as data.
+    """Return the source for what a user passed as data.
 
     Args:
         x: a `DataLoader`, a `Dataset`, arrays (or a tuple, list or dict of them), or any
@@ -392,7 +395,7 @@ def _refuse_parts(name: str, x: Any, y: Any, sample_weight: Any) -> None:
 
 
 def _batch_source(x: Any, batch_size: int, shuffle: bool | str, name: str) -> Source:
-    """The source for what makes batches, or samples, itself."""
+    """Return the source for what makes batches, or samples, itself."""
     if isinstance(x, DataLoader):
         _warn_unused_batch_size(name, x, batch_size, x.batch_size)
         _warn_of_list_of_indices(name, x.sampler)
@@ -485,7 +488,7 @@ def _is_plain_tensors(x: Any) -> bool:
 def split_tail(
     x: Any, y: Any, sample_weight: Any, fraction: float
 ) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]:
-    """The data without its last `fraction` of samples, and that last part.
+    """Return the data without its last `fraction` of samples, and that last part.
 
     As Keras does: the first floor(N · (1 - fraction)) samples train, cut before shuffling.
 
@@ -534,7 +537,7 @@ def split_tail(
 
 
 def validation_sets(validation_data: Any, x: Any) -> dict[str, tuple[Any, Any, Any]]:
-    """The sets in `validation_data` by their names, each as `(x, y, sample_weight)`.
+    """Return the sets in `validation_data` by their names, each as `(x, y, sample_weight)`.
 
     A single set has the empty name. A dict is several sets if each of its values is one: a tuple,
     or what makes batches itself. A dict of arrays is the inputs of one set.
@@ -581,7 +584,7 @@ def validation_sets(validation_data: Any, x: Any) -> dict[str, tuple[Any, Any, A
 
 
 def set_label(name: str) -> str:
-    """What messages call a validation set."""
+    """Return what messages call a validation set."""
     return f"validation_data[{name!r}]" if name else "validation_data"
 
 

@@ -73,7 +73,7 @@ class Transfer:
         self._watched: list[tuple[torch.Tensor, int, torch.Tensor]] | None = []
 
     def __call__(self, batch: Any) -> Any:
-        """The batch on the device. The same object if nothing has to move."""
+        """Return the batch on the device. The same object if nothing has to move."""
         if batch is self.ready and batch is not None:
             return batch
         if type(batch) in (tuple, list) and batch:
@@ -137,7 +137,7 @@ class Transfer:
         return move(self.device) if callable(move) else leaf
 
     def _sent(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor on the device. Doesn't wait for the copy if the device can fetch it."""
+        """Return a tensor on the device. Doesn't wait for the copy if the device can fetch it."""
         if tensor.is_meta and self.device.type != "meta":
             raise ConfigurationError(META.format(name="A batch's entry"))
         if self.pin is not None and tensor.device.type == "cpu":
@@ -150,7 +150,7 @@ class Transfer:
         return tensor.contiguous(memory_format=self.memory_format)
 
     def _guarded(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor in the user's memory, guarded against a net that writes into it."""
+        """Return a tensor in the user's memory, guarded against a net that writes into it."""
         if self._copies:
             return tensor.clone()
         if self._watched is not None and not tensor.is_inference():
@@ -196,7 +196,7 @@ class Streams:
         return self._side
 
     def mark(self) -> torch.Event:
-        """An event after all work started so far on the current stream."""
+        """Return an event after all work started so far on the current stream."""
         return self._current().record_event()
 
     def wait(self, mark: torch.Event) -> None:
@@ -216,16 +216,16 @@ class Streams:
         tensor.record_stream(self._current())
 
     def start_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor's copy in pinned memory. Its values are there when the stream is done."""
+        """Return a tensor's copy in pinned memory. Its values are there when the stream is done."""
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return copy.copy_(tensor, non_blocking=True)
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor in main memory that the device can fetch by itself."""
+        """Return a tensor in main memory that the device can fetch by itself."""
         return tensor if tensor.is_pinned() else tensor.pin_memory()
 
     def free_bytes(self) -> int:
-        """The device's free memory; 0 where its type doesn't say."""
+        """Return the device's free memory; 0 where its type doesn't say."""
         return (free_and_total_bytes(self._device) or (0, 0))[0]
 
     def _current(self) -> torch.Stream:
@@ -233,7 +233,9 @@ class Streams:
 
 
 def tensors_in(tree: Any) -> Iterator[Any]:
-    """The leaves whose memory streams must know about: tensors, and objects that hold some."""
+    """Return the leaves whose memory streams must know about: tensors, and objects that hold
+    some.
+    """
     return (leaf for leaf in trees.leaves(tree) if hasattr(leaf, "record_stream"))
 
 
@@ -273,7 +275,7 @@ class Mover:
         self._streams: Any = None
 
     def __call__(self, batch: Any) -> Any:
-        """The batch on the device."""
+        """Return the batch on the device."""
         return self.move(batch)
 
     @property
@@ -341,7 +343,9 @@ class Mover:
         return True
 
     def _device_streams(self) -> Any:
-        """The device's streams; None if batches aren't copied in parallel with computation."""
+        """Return the device's streams; None if batches aren't copied in parallel with
+        computation.
+        """
         if self._streams is None and self._make_streams is not None:
             self._streams = self._make_streams(self.transfer.device)
             self.transfer.pin = self._streams.pinned
@@ -349,7 +353,7 @@ class Mover:
 
 
 def moved_by(own: Callable[..., Any], batch: Any, device: torch.device) -> Any:
-    """A batch moved by a hook, which may also take Lightning's index of the loader: 0."""
+    """Return a batch moved by a hook, which may also take Lightning's index of the loader: 0."""
     return own(batch, device, *([0] if len(inspect.signature(own).parameters) > 2 else []))
 
 

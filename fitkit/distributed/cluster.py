@@ -73,7 +73,7 @@ class Cluster:
 def detect(
     environment: Environment = os.environ, *, has_terminal: Callable[[], bool] | None = None
 ) -> Cluster | None:
-    """This process's place, or None where no launcher started it.
+    """Return this process's place, or None where no launcher started it.
 
     Args:
         environment: the variables to read.
@@ -108,7 +108,7 @@ class _Voice(NamedTuple):
 
 
 def _voices(has_terminal: Callable[[], bool]) -> tuple[_Voice, ...]:
-    """The launchers after horovodrun, the inner ones first."""
+    """Return the launchers after horovodrun, the inner ones first."""
     slurm = functools.partial(_slurm, has_terminal=has_terminal)
     torch_signs = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
     pods = ("KUBERNETES_PORT", "MASTER_ADDR", "WORLD_SIZE", "RANK")
@@ -125,7 +125,7 @@ def _voices(has_terminal: Callable[[], bool]) -> tuple[_Voice, ...]:
 def _same_launch(
     inner: _Voice, outer: tuple[_Voice, ...], environment: Environment
 ) -> Cluster | None:
-    """The outermost launcher that says the same rank and world size: it knows most."""
+    """Return the outermost launcher that says the same rank and world size: it knows most."""
     said = (environment[inner.rank].strip(), environment.get(inner.world_size, "").strip())
     for voice in reversed(outer):
         if all(environment.get(name, "").strip() for name in voice.signs):
@@ -146,7 +146,7 @@ def _place(
     local_rank: tuple[str, ...],
     local_world_size: tuple[str, ...],
 ) -> Cluster:
-    """The place that four variables give; nodes are counted, filled one by one."""
+    """Return the place that four variables give; nodes are counted, filled one by one."""
     size = read.size(*world_size)
     local_size = read.number(*local_world_size, minimum=1, maximum=size)
     rank_here = read.number(*rank, maximum=size - 1)
@@ -271,7 +271,7 @@ def _lsf(environment: Environment) -> Cluster:
 
 
 def _lsf_first_host(read: LaunchVariables, num_nodes: int) -> str:
-    """The host of rank 0: the job's first, but for the node that jsrun was called on."""
+    """Return the host of rank 0: the job's first, but for the node that jsrun was called on."""
     if num_nodes == 1:
         return "127.0.0.1"
     if read.find("LSB_MCPU_HOSTS"):
@@ -423,11 +423,11 @@ class LaunchVariables:
         self.sign = sign
 
     def find(self, *names: str) -> str | None:
-        """The first of `names` that is set and not empty."""
+        """Return the first of `names` that is set and not empty."""
         return next((name for name in names if self.environment.get(name, "").strip()), None)
 
     def text(self, *names: str) -> str:
-        """The value of the first of `names` that is set; an error where none is."""
+        """Return the value of the first of `names` that is set; an error where none is."""
         name = self.find(*names)
         if name is None:
             raise ConfigurationError(
@@ -438,7 +438,7 @@ class LaunchVariables:
         return self.environment[name].strip()
 
     def number(self, *names: str, minimum: int = 0, maximum: int = 2**32) -> int:
-        """The variable's value as a whole number within the bounds."""
+        """Return the variable's value as a whole number within the bounds."""
         text = self.text(*names)
         if not re.fullmatch("[0-9]{1,20}", text) or not minimum <= int(text) <= maximum:
             bound = f" of at most {maximum}" if maximum < 2**32 else ""
@@ -450,18 +450,18 @@ class LaunchVariables:
         return int(text)
 
     def size(self, *names: str) -> int:
-        """The variable's value as a number of processes or nodes."""
+        """Return the variable's value as a number of processes or nodes."""
         return self.number(*names, minimum=1, maximum=MOST_RANKS)
 
     def master(self) -> tuple[str | None, int | None]:
-        """What MASTER_ADDR and MASTER_PORT say; None for what isn't set."""
+        """Return what MASTER_ADDR and MASTER_PORT say; None for what isn't set."""
         address = self.environment.get("MASTER_ADDR", "").strip() or None
         port = self.find("MASTER_PORT")
         return address, self.number(port, minimum=1, maximum=65535) if port else None
 
 
 def expand_counts(text: str) -> list[int]:
-    """The tasks of each node: `"2(x3),1"` is 2, 2, 2, 1.
+    """Return the tasks of each node: `"2(x3),1"` is 2, 2, 2, 1.
 
     Raises:
         ValueError: it isn't such a list. The message continues after the list.
@@ -477,7 +477,7 @@ def expand_counts(text: str) -> list[int]:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """The hosts of a SLURM node list: `"n[03-05,9],other"` is n03, n04, n05, n9, other.
+    """Return the hosts of a SLURM node list: `"n[03-05,9],other"` is n03, n04, n05, n9, other.
 
     Raises:
         ValueError: it isn't such a list. The message continues after the list.
@@ -495,7 +495,7 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def _expand_item(item: str) -> list[str]:
-    """The hosts of one item: every bracket's numbers with every other's."""
+    """Return the hosts of one item: every bracket's numbers with every other's."""
     hosts = [""]
     for plain, ranges in re.findall(r"([^\[]*)(?:\[([^\]]*)\])?", item):
         middles = _expand_ranges(ranges) if ranges or f"{plain}[]" in item else [""]
@@ -506,7 +506,7 @@ def _expand_item(item: str) -> list[str]:
 
 
 def _expand_ranges(text: str) -> list[str]:
-    """The numbers of `"03-05,9"`, with their leading zeros."""
+    """Return the numbers of `"03-05,9"`, with their leading zeros."""
     numbers: list[str] = []
     for item in text.split(","):
         match = re.fullmatch("([0-9]{1,9})(?:-([0-9]{1,9}))?", item.strip())
@@ -594,7 +594,7 @@ def _started(cluster: Cluster) -> str:
 
 
 def _disagreement(cluster: Cluster, devices: int | None, nodes: int) -> ConfigurationError:
-    """What was started, what was asked, and the two ways to make them one."""
+    """Return what was started, what was asked, and the two ways to make them one."""
     local = cluster.local_world_size
     wanted = local if devices is None else devices
     asked = "devices='auto'" if devices is None else f"devices={devices}"

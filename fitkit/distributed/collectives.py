@@ -45,10 +45,10 @@ class Collectives(Protocol):
         """Rank 0's value, on every rank."""
 
     def scatter(self, values: list[Any] | None) -> Any:
-        """This rank's entry of the list that rank 0 gives; the others give None."""
+        """Return this rank's entry of the list that rank 0 gives; the others give None."""
 
     def sums(self, numbers: list[float]) -> list[float]:
-        """The numbers summed over the ranks, in float64."""
+        """Return the numbers summed over the ranks, in float64."""
 
     def broadcast_tensors(self, tensors: list[torch.Tensor]) -> None:
         """Overwrite the tensors with rank 0's."""
@@ -65,7 +65,7 @@ class Collectives(Protocol):
 
 
 def together(collectives: Collectives, work: Callable[[], Result]) -> Result:
-    """What `work` gives here; an error on any rank is raised on all.
+    """Return what `work` gives here; an error on any rank is raised on all.
 
     Ranks:
         Collective.
@@ -164,7 +164,9 @@ class ProcessGroup:
         self._count = 0
 
     def _next(self, kind: str) -> str:
-        """The name of the next exchange, the same on all ranks: no message passes for another."""
+        """Return the name of the next exchange, the same on all ranks: no message passes for
+        another.
+        """
         self._count += 1
         return f"{kind} {self._count} of rank "
 
@@ -262,7 +264,7 @@ class ProcessGroup:
             self._mean_of(held)
 
     def _mean_of(self, held: list[torch.nn.Parameter]) -> None:
-        """The mean of the gradients of parameters of one dtype, in one exchange."""
+        """Average the gradients of parameters of one dtype, in one exchange."""
         whole = _packed_in(held)
         if whole is not None:
             dist.all_reduce(whole)
@@ -302,13 +304,15 @@ def pack_gradients(gradients: Sequence[torch.Tensor], used: Sequence[bool]) -> t
 
 
 def unpack_gradients(packed: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of packed gradients, in the shapes of some tensors, and last the flags."""
+    """Return views of packed gradients, in the shapes of some tensors, and last the flags."""
     *parts, flags = packed.split([*(tensor.numel() for tensor in like), len(like)])
     return [*(part.view_as(one) for part, one in zip(parts, like, strict=True)), flags]
 
 
 def _packed_in(held: list[torch.nn.Parameter]) -> torch.Tensor | None:
-    """What the gradients of all these parameters were unpacked from; None where it isn't one."""
+    """Return what the gradients of all these parameters were unpacked from; None where it isn't
+    one.
+    """
     first = held[0].grad
     whole = None if first is None else first._base
     if whole is None or whole.ndim != 1:
@@ -338,12 +342,12 @@ class NodeShares:
         self._leads = ranks.rank == groups[self.rank][0]
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of each group's first rank, on every rank."""
+        """Return the value of each group's first rank, on every rank."""
         everyone = self._ranks.gather(value if self._leads else None)
         return [everyone[group[0]] for group in self._groups]
 
     def collect(self, value: Any) -> list[Any] | None:
-        """The value of each group's first rank, on the first rank of all."""
+        """Return the value of each group's first rank, on the first rank of all."""
         everyone = self._ranks.collect(value if self._leads else None)
         return None if everyone is None else [everyone[group[0]] for group in self._groups]
 
@@ -374,7 +378,7 @@ class NodeShares:
 
 
 def join_rows(tensor: torch.Tensor, sizes: list[int], rank: int) -> torch.Tensor:
-    """The rows of all ranks one below the other, with gradients.
+    """Return the rows of all ranks one below the other, with gradients.
 
     Args:
         tensor: this rank's rows.
@@ -424,7 +428,7 @@ ALIGNMENT = 64
 
 
 def pack(value: Any, key: bytes, exchange: str) -> torch.Tensor:
-    """A value that can be pickled, as (bytes,) uint8 on the CPU.
+    """Return a value that can be pickled, as (bytes,) uint8 on the CPU.
 
     Args:
         key: the run's.
@@ -449,7 +453,7 @@ def pack(value: Any, key: bytes, exchange: str) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, key: bytes, exchange: str, sender: int) -> Any:
-    """The value of `pack`'s bytes; what follows them is left alone.
+    """Return the value of `pack`'s bytes; what follows them is left alone.
 
     Args:
         key: the run's.
@@ -498,7 +502,9 @@ def _starts(lengths: list[int]) -> list[int]:
 
 
 def _lengths(memory: memoryview) -> tuple[list[int], int]:
-    """The parts' lengths and the pickle's end; no lengths where they don't fit the message."""
+    """Return the parts' lengths and the pickle's end; no lengths where they don't fit the
+    message.
+    """
     count = struct.unpack_from("<Q", memory, DIGEST)[0] if len(memory) >= DIGEST + 8 else 0
     if not 2 <= count <= (len(memory) - DIGEST - 8) // 8:
         return [], 0

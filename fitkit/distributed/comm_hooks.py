@@ -31,7 +31,7 @@ Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 def _no_state(options: Mapping[str, Any]) -> None:
-    """The first argument of a hook that needs none."""
+    """Return the first argument of a hook that needs none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,9 @@ class NamedHook:
 
 
 def hook_of(mean: Callable[[torch.Tensor], torch.Tensor]) -> Hook:
-    """A hook that replaces each bucket by what `mean` makes of its numbers, in one vector."""
+    """Return a hook that replaces each bucket by what `mean` makes of its numbers, in one
+    vector.
+    """
 
     def averaged(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
@@ -66,12 +68,14 @@ def hook_of(mean: Callable[[torch.Tensor], torch.Tensor]) -> Hook:
 
 
 def fp16_mean(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The mean of a bucket's numbers as float16, which reach 65,504."""
+    """Return the mean of a bucket's numbers as float16, which reach 65,504."""
     return _mean_as(torch.float16, bucket)
 
 
 def bf16_mean(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The mean of a bucket's numbers as bfloat16, with any backend; torch's own refuses gloo."""
+    """Return the mean of a bucket's numbers as bfloat16, with any backend; torch's own refuses
+    gloo.
+    """
     return _mean_as(torch.bfloat16, bucket)
 
 
@@ -158,7 +162,7 @@ def check_hook(given: object, state: object) -> None:
 
 
 def resolve_hook(given: Any, state: Any) -> tuple[Any, Any]:
-    """The arguments of torch's `register_comm_hook`, in a process that has joined the group.
+    """Return the arguments of torch's `register_comm_hook`, in a process that has joined the group.
 
     Args: as for `check_hook`.
 

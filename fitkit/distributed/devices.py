@@ -40,7 +40,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """The machine that this process runs on."""
+        """Return the machine that this process runs on."""
         others = visible()
         cuda, mps = others.pop("cuda", 0), others.pop("mps", 0)
         return cls(cuda, bool(mps), _xla_count(), others)
@@ -56,7 +56,7 @@ class Machine:
         }.get(kind, 0)
 
     def kinds(self, word: str) -> tuple[str, ...]:
-        """The kinds of device that a word may mean here, the best first."""
+        """Return the kinds of device that a word may mean here, the best first."""
         gpus = ("cuda", *self.others, "mps")
         meanings = {"auto": (*gpus, "xla", "cpu"), "gpu": gpus, "tpu": ("xla",)}
         return meanings.get(word, (word,))
@@ -68,7 +68,8 @@ def usable_cores() -> int | None:
 
 
 def overload(extra: float = 1.5) -> str | None:
-    """What to say of a machine whose programs want more cores than it has; None where it has them.
+    """Return what to say of a machine whose programs want more cores than it has; None where it has
+    them.
 
     Args:
         extra: how many programs too many there are, over the last minute, before it is said.
@@ -89,7 +90,8 @@ def overload(extra: float = 1.5) -> str | None:
 
 
 def choose_kind(accelerator: Any, machine: Machine) -> str:
-    """The kind of device (`"cpu"`, `"cuda"`, `"mps"`, `"xla"`, …) that `accelerator` means here.
+    """Return the kind of device (`"cpu"`, `"cuda"`, `"mps"`, `"xla"`, …) that `accelerator` means
+    here.
 
     Raises:
         ConfigurationError: an unknown word, or a kind that isn't there.
@@ -126,7 +128,7 @@ def _seen(machine: Machine) -> str:
 
 
 def parse_devices(devices: Any, kind: str, machine: Machine) -> tuple[int, ...]:
-    """The indices of the devices that `devices` means, in rank order.
+    """Return the indices of the devices that `devices` means, in rank order.
 
     Args:
         devices: `"auto"`, a count, -1, a list or tuple of indices, or one of those as text
@@ -184,7 +186,9 @@ def parse_devices(devices: Any, kind: str, machine: Machine) -> tuple[int, ...]:
 
 
 def _read_text(text: str) -> Any:
-    """What a text says, as a count, indices or "auto"; None where it says nothing of these."""
+    """Return what a text says, as a count, indices or "auto"; None where it says nothing of
+    these.
+    """
     if text.lower() == "auto":
         return "auto"
     items = [item.strip() for item in text.split(",")]
@@ -206,7 +210,7 @@ def older_spelling(gpus: Any) -> dict[str, Any]:
 
 
 def _xla_count() -> int | None:
-    """The number of XLA devices; None where no package that drives them is installed."""
+    """Return the number of XLA devices; None where no package that drives them is installed."""
     if not any(importlib.util.find_spec(package) for package in ("torch_tpu", "torch_xla")):
         return None
     from fitkit.extras.xla_adapters import device_count

@@ -116,7 +116,7 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """A whole number () of a tensor's bits, in their places, and of its shape."""
+    """Return a whole number () of a tensor's bits, in their places, and of its shape."""
     flat = tensor.detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)

@@ -63,8 +63,9 @@ class Unfilled:
                     reset()
 
     def _with_those_around(self, parts: Collection[nn.Module]) -> set[nn.Module]:
-        """These submodules, and all inside parents that draw values: a parent may reset the tensors
-        inside it, and can't if they are sharded."""
+        """Return these submodules, and all inside parents that draw values: a parent may reset the
+        tensors inside it, and can't if they are sharded.
+        """
         wanted = set(parts)
         for part in reversed(self._names):  # inner ones first
             inside = set(part.modules())
@@ -80,7 +81,7 @@ def fill_meta(module: nn.Module, covered: Collection[str] = ()) -> None:
 
 
 def _meta(part: nn.Module) -> Iterator[str]:
-    """The names of a submodule's own tensors without memory."""
+    """Yield the names of a submodule's own tensors without memory."""
     for held in (part._parameters, part._buffers):
         for name, tensor in held.items():
             if tensor is not None and tensor.is_meta and not nn.parameter.is_lazy(tensor):

@@ -41,7 +41,7 @@ def resolve_strategy(
     machine: Machine | None = None,
     environment: Environment | None = None,
 ) -> Strategy:
-    """What `compile`'s words mean on a machine, in the processes that a launcher started.
+    """Return what `compile`'s words mean on a machine, in the processes that a launcher started.
 
     Args:
         num_nodes: how many machines take part; None for as many as were started.
@@ -101,12 +101,12 @@ def _warn_of_many_processes(count: int) -> None:
 
 
 def _automatic(kind: str, name: str) -> str:
-    """The strategy for a kind of device where `name` is that for the usual ones."""
+    """Return the strategy for a kind of device where `name` is that for the usual ones."""
     return "xla" if kind == "xla" else name
 
 
 def _cluster(environment: Environment | None) -> Cluster | None:
-    """What started this process, with others; None where it started by itself."""
+    """Return what started this process, with others; None where it started by itself."""
     variables = os.environ if environment is None else environment
     found = detect(variables)
     if found is None and environment is None:
@@ -119,7 +119,8 @@ def _cluster(environment: Environment | None) -> Cluster | None:
 def _launched_devices(
     devices: Any, kind: str, machine: Machine, cluster: Cluster, replicates: bool
 ) -> tuple[int, ...]:
-    """The devices of this node's ranks, in rank order; "auto" is one for each that was started.
+    """Return the devices of this node's ranks, in rank order; "auto" is one for each that was
+    started.
 
     Args:
         replicates: whether one rank has all devices of its node.
@@ -153,7 +154,7 @@ def _is_auto(words: Any) -> bool:
 
 
 def named_strategy(strategy: Any) -> Strategy:
-    """The strategy of a name; an object is itself.
+    """Return the strategy of a name; an object is itself.
 
     Raises:
         ConfigurationError, ArgumentTypeError: neither.

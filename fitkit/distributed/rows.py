@@ -29,7 +29,7 @@ def part_sizes(samples: int, parts: int) -> list[int]:
 
 
 def split(tree: Any, parts: int, samples: int | None = None) -> list[Any]:
-    """A batch of n samples as at most `parts` batches of nearly the same size.
+    """Return a batch of n samples as at most `parts` batches of nearly the same size.
 
     Tensors (n, ...) are cut along dimension 0 (as views of the same memory). So are lists of n
     things other than tensors, and tuples of n strings, which a `DataLoader` makes of captions.
@@ -55,7 +55,7 @@ def split(tree: Any, parts: int, samples: int | None = None) -> list[Any]:
 
 
 def _rows(tree: Any, samples: int, rows: slice) -> Any:
-    """The given rows of a batch of so many samples; see `split`."""
+    """Return the given rows of a batch of so many samples; see `split`."""
     if isinstance(tree, PackedSequence):
         raise ConfigurationError(
             "The batch holds a PackedSequence, whose samples can't be divided among devices. Give "
@@ -88,7 +88,7 @@ def _are_texts(items: Any) -> bool:
 def gather(
     outputs: list[Any], device: torch.device | None = None, weights: list[Any] | None = None
 ) -> Any:
-    """What the replicas returned, as one.
+    """Return what the replicas returned, as one.
 
     Tensors (N_r, ...) are joined along dimension 0. Tensors without dimensions, numbers and
     flags become a vector with one entry per replica, also where there is one replica only. None
@@ -141,7 +141,7 @@ def gather(
 
 
 def mean_by(values: torch.Tensor, weights: list[Any]) -> torch.Tensor:
-    """The mean of a vector with one entry per replica, by what each entry is the mean over.
+    """Return the mean of a vector with one entry per replica, by what each entry is the mean over.
 
     An entry that is the mean over nothing counts for nothing, though it is NaN.
     """
@@ -152,7 +152,7 @@ def mean_by(values: torch.Tensor, weights: list[Any]) -> torch.Tensor:
 
 
 def _joined_leaves(leaves: list[Any], device: torch.device | None) -> Any:
-    """The leaves in one place of the replicas' outputs, as `gather` says.
+    """Return the leaves in one place of the replicas' outputs, as `gather` says.
 
     Raises:
         ValueError: tensors with and without dimensions.
@@ -184,7 +184,7 @@ def _is_plain_object(output: Any) -> bool:
 
 
 def _unlike(outputs: list[Any], path: str) -> ConfigurationError:
-    """The error for outputs that can't be joined, with the place where."""
+    """Return the error for outputs that can't be joined, with the place where."""
     texts = [_described(tree) for tree in outputs]
     first = texts[0]
     index, other = next(
@@ -200,7 +200,7 @@ def _unlike(outputs: list[Any], path: str) -> ConfigurationError:
 
 
 def _described(output: Any) -> str:
-    """What a replica returned, for a message."""
+    """Return what a replica returned, for a message."""
     if isinstance(output, torch.Tensor):
         return f"a tensor {tuple(output.shape)}"
     if isinstance(output, Mapping):

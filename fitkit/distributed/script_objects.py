@@ -40,19 +40,19 @@ def reduced(value: Any) -> tuple[Any, ...]:
 
 
 def _here(name: str, data: bytes) -> Any:
-    """This process's own object of the script. In a worker process, what was sent."""
+    """Return this process's own object of the script. In a worker process, what was sent."""
     own = _in_main(name) if _runs_the_script else None
     return pickle.loads(data) if own is None else own
 
 
 def _in_main(name: str) -> Any:
-    """What `__main__` has under a name, which may have dots; None if it has nothing."""
+    """Return what `__main__` has under a name, which may have dots; None if it has nothing."""
     main = sys.modules.get("__main__")
     return functools.reduce(lambda value, part: getattr(value, part, None), name.split("."), main)
 
 
 def script() -> dict[str, Any]:
-    """The script of this process, for `take_part`."""
+    """Return the script of this process, for `take_part`."""
     found = multiprocessing.spawn.get_preparation_data("")
     return {name: found[name] for name in MAIN if name in found}
 

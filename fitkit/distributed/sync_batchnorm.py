@@ -55,7 +55,7 @@ class Synchronization:
         self._group = None
 
     def _normalise(self, layer: _BatchNorm, inputs: torch.Tensor) -> torch.Tensor:
-        """What `normalise` says.
+        """Return what `normalise` says.
 
         Ranks:
             Collective.
@@ -225,7 +225,8 @@ class _Normalisation(torch.autograd.Function):
 def _local_moments(
     inputs: torch.Tensor, counts: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This rank's mean, sum of squares around it, and number of values per channel, in float64.
+    """Return this rank's mean, sum of squares around it, and number of values per channel, in
+    float64.
 
     Shapes: (B, C, ...) → (C,), (C,), (1,).
     """
@@ -251,7 +252,7 @@ def _merged(
     size: torch.Tensor,
     group: dist.ProcessGroup | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The mean and (biased) variance over all ranks, and their number of values per channel.
+    """Return the mean and (biased) variance over all ranks, and their number of values per channel.
 
     Ranks:
         Collective: one exchange.
@@ -269,5 +270,5 @@ def _merged(
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for sums of numbers of another."""
+    """Return the dtype for sums of numbers of another."""
     return torch.float64 if dtype is torch.float64 else torch.float32

@@ -52,7 +52,7 @@ class World:
 
     @classmethod
     def of(cls, cluster: Cluster) -> World:
-        """The place that a launcher gave this process."""
+        """Return the place that a launcher gave this process."""
         return cls(
             cluster.rank,
             cluster.world_size,
@@ -251,7 +251,7 @@ class RankGroup:
 
 
 def _open_connections() -> set[tuple[int, int]]:
-    """This process's TCP connections; none where the system doesn't list open files."""
+    """Return this process's TCP connections; none where the system doesn't list open files."""
     folder = next((path for path in ("/proc/self/fd", "/dev/fd") if os.path.isdir(path)), None)
     numbers = [int(name) for name in os.listdir(folder)] if folder else []
     found = ((number, _inode_of_connection(number)) for number in numbers)
@@ -259,7 +259,7 @@ def _open_connections() -> set[tuple[int, int]]:
 
 
 def _inode_of_connection(number: int) -> int | None:
-    """The inode of an open file that is a TCP connection; None for any other."""
+    """Return the inode of an open file that is a TCP connection; None for any other."""
     try:
         about = os.fstat(number)
         if not stat.S_ISSOCK(about.st_mode):
@@ -280,14 +280,14 @@ def in_own_group() -> bool:
 
 
 def place_among(size: int) -> World | None:
-    """This process's place in the call that it is inside of, if that has so many ranks."""
+    """Return this process's place in the call that it is inside of, if that has so many ranks."""
     if not in_own_group() or dist.get_world_size() != size:
         return None
     return World(dist.get_rank(), size, dist.get_rank())
 
 
 def users_store() -> Store | None:
-    """The store of a group that the script made itself; None where there is none."""
+    """Return the store of a group that the script made itself; None where there is none."""
     if dist.is_initialized() and not in_own_group() and not _abandoned:
         store: Store = dist.distributed_c10d._get_default_store()
         return store
@@ -295,7 +295,7 @@ def users_store() -> Store | None:
 
 
 def users_cluster() -> Cluster | None:
-    """This process's place in a group that the script made itself, on one node."""
+    """Return this process's place in a group that the script made itself, on one node."""
     if users_store() is None:
         return None
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -56,7 +56,7 @@ class WrappedModel:
         return self.wrapper is None and not self.has_replicas
 
     def __call__(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """What the named method returns; `""` calls the module itself."""
+        """Return what the named method returns; `""` calls the module itself."""
         if self.wrapper is None:
             return self.call(method, *args, **kwargs)
         return self.wrapper(method, *args, **kwargs)
@@ -79,15 +79,15 @@ class DividedModel(WrappedModel):
 
     @abstractmethod
     def divide(self, x: Any, y: Any = None, weight: Any = None) -> tuple[Any, Any, Any]:
-        """This rank's part of a batch."""
+        """Return this rank's part of a batch."""
 
     @abstractmethod
     def join(self, outputs: Any) -> Any:
-        """The outputs for whole sequences, of all ranks' parts."""
+        """Return the outputs for whole sequences, of all ranks' parts."""
 
     @abstractmethod
     def mean(self, loss: torch.Tensor, count: Any) -> tuple[torch.Tensor, Any]:
-        """The loss of whole sequences and its count, of those of this rank's part."""
+        """Return the loss of whole sequences and its count, of those of this rank's part."""
 
     @abstractmethod
     def check(

@@ -108,7 +108,9 @@ class AveragedWeights:
             self._own = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages by name, their count, and the model's own weights if they are swapped."""
+        """Return the averages by name, their count, and the model's own weights if they are
+        swapped.
+        """
         own = None if self._own is None else dict(zip(self.names, self._own, strict=True))
         averages = dict(zip(self.names, self._averages, strict=True))
         return {"count": self.count, "averages": averages, "own": own}

@@ -106,7 +106,7 @@ padded.keeps_rows = True  # type: ignore[attr-defined]  # data/sharding.py asks 
 
 
 def _fields(sample: Any) -> dict[Any, Any]:
-    """A sample's entries by name or index, with lists of numbers as tensors."""
+    """Return a sample's entries by name or index, with lists of numbers as tensors."""
     if isinstance(sample, Mapping):
         entries: Any = sample.items()
     else:
@@ -122,7 +122,7 @@ def _as_tensor(entry: Any) -> Any:
 def _fill_of(
     name: Any, column: list[Tensor], labels: float | None, value: float, sizes: set[int]
 ) -> float:
-    """The padding of an entry's sequences."""
+    """Return the padding of an entry's sequences."""
     if name in FILLED_WITH_ZERO:
         return 0
     if name not in (LABELS, 1):
@@ -232,7 +232,7 @@ def _packed(
 
 
 def _document(sample: Any) -> dict[str, Tensor]:
-    """A sample's tokens, and its other entries per token, by name."""
+    """Return a sample's tokens, and its other entries per token, by name."""
     if isinstance(sample, Mapping):
         found = {str(name): torch.as_tensor(entry) for name, entry in sample.items()}
         found.pop("position_ids", None)
@@ -258,7 +258,7 @@ def _document(sample: Any) -> dict[str, Tensor]:
 
 
 def _parts(document: dict[str, Tensor], length: int) -> Iterator[dict[str, Tensor]]:
-    """A document in parts that fit into a row."""
+    """Yield a document in parts that fit into a row."""
     for start in range(0, len(document[TOKENS]), length):
         yield {name: entry[start : start + length] for name, entry in document.items()}
 
@@ -368,7 +368,7 @@ class BucketBatchSampler:
         yield from (batch.tolist() for batch in batches)
 
     def _cut_by_tokens(self, ordered: Tensor) -> list[Tensor]:
-        """Samples from the shortest to the longest, in batches of at most `max_tokens`."""
+        """Return samples from the shortest to the longest, in batches of at most `max_tokens`."""
         sizes, most = [0], self.max_tokens or 0
         for length in self.lengths[ordered].tolist():
             if (sizes[-1] + 1) * length > most:

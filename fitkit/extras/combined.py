@@ -86,7 +86,7 @@ class CombinedLoader(ReadByItself):
         return tuple(batches)
 
     def length(self, lengths: Iterable[int]) -> int:
-        """The number of batches in a pass, for loaders with these lengths."""
+        """Return the number of batches in a pass, for loaders with these lengths."""
         return min(lengths) if self.mode == "min_size" else max(lengths)
 
     def __len__(self) -> int:
@@ -127,7 +127,7 @@ class CombinedLoader(ReadByItself):
     def joined(
         self, readers: list[Iterator[Any]], again: Sequence[Callable[[], Iterator[Any]]]
     ) -> Iterator[Any]:
-        """An entry of each reader at a time, as the mode says.
+        """Return an entry of each reader at a time, as the mode says.
 
         Args:
             again: functions that begin each reader once more, for the mode that cycles.

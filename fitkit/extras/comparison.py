@@ -163,7 +163,7 @@ Facts = dict[tuple[str, str], str]
 
 
 def _differences(facts: Facts, others: Facts) -> list[Difference]:
-    """What differs and tells something, in the order of `_facts`."""
+    """Return what differs and tells something, in the order of `_facts`."""
     names = dict.fromkeys((*facts, *others))
     parts = list(dict.fromkeys(part for part, _ in names))
     found = [
@@ -180,7 +180,9 @@ def _differences(facts: Facts, others: Facts) -> list[Difference]:
 
 
 def _opened(path: str | os.PathLike[str], files: contextlib.ExitStack) -> tuple[OpenWeights, Facts]:
-    """A file's weights, and what it says beside them; of a run's folder, its newest checkpoint."""
+    """Return a file's weights, and what it says beside them; of a run's folder, its newest
+    checkpoint.
+    """
     record = read_record(path) if os.path.isdir(path) else None
     if record is not None:
         path = os.path.join(path, RESUME)
@@ -209,7 +211,7 @@ def _opened(path: str | os.PathLike[str], files: contextlib.ExitStack) -> tuple[
 
 
 def _facts(software: Any, state: Any) -> Iterator[tuple[str, str, Any]]:
-    """What a checkpoint says of its run: part, name and value."""
+    """Yield what a checkpoint says of its run: part, name and value."""
     state = _dict(state)
     for name, value in _dict(software).items():
         yield "versions", str(name), value
@@ -268,14 +270,14 @@ def _facts(software: Any, state: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def _torch_seed(state: Any) -> int | None:
-    """The number that torch's generator was seeded with, with which its state begins."""
+    """Return the number that torch's generator was seeded with, with which its state begins."""
     if not isinstance(state, torch.Tensor) or state.dtype is not torch.uint8 or state.numel() < 8:
         return None
     return int.from_bytes(bytes(state.reshape(-1)[:8].tolist()), "little")
 
 
 def _digest(value: Any) -> str:
-    """A short digest of plain data and tensors."""
+    """Return a short digest of plain data and tensors."""
     found = hashlib.sha256()
 
     def add(item: Any) -> None:

@@ -140,7 +140,7 @@ BUCKET = 500_000_000
 
 
 def read_config(config: Any) -> dict[str, Any]:
-    """The user's settings: a copy of a dict, or the contents of a JSON file. Empty for None.
+    """Return the user's settings: a copy of a dict, or the contents of a JSON file. Empty for None.
 
     Raises:
         ConfigurationError: the file doesn't exist or isn't JSON, or has settings that fitkit makes.
@@ -211,7 +211,7 @@ def check_stage(stage: Any, config: dict[str, Any]) -> int:
 
 
 def bucket_of(config: dict[str, Any], numbers: int) -> int:
-    """The number of gradients sent together. The buffer is never larger than the net."""
+    """Return the number of gradients sent together. The buffer is never larger than the net."""
     chosen = config.get("zero_optimization", {}).get("reduce_bucket_size", "auto")
     return min(BUCKET, numbers) if chosen == "auto" else int(chosen)
 
@@ -219,7 +219,7 @@ def bucket_of(config: dict[str, Any], numbers: int) -> int:
 def full_config(
     config: dict[str, Any], stage: int, dtype: torch.dtype, numbers: int
 ) -> dict[str, Any]:
-    """The user's settings with fitkit's added.
+    """Return the user's settings with fitkit's added.
 
     Args:
         dtype: the parameters' dtype.

@@ -30,7 +30,7 @@ from fitkit.seams import (
 
 
 def load_deepspeed(device: torch.device) -> Any:
-    """The package, ready for a device.
+    """Return the package, ready for a device.
 
     Raises:
         ConfigurationError: it was imported for another kind of device.
@@ -257,7 +257,7 @@ class ZeroTraining(Engine):
         return self.whole(make)
 
     def _whole(self, twin: nn.Parameter, *, copies: bool) -> torch.Tensor:
-        """A parameter's numbers; a copy where wanted, else nothing in particular."""
+        """Return a parameter's numbers; a copy where wanted, else nothing in particular."""
         with self._gathered([twin]):
             return twin.data.clone() if copies else twin.data
 
@@ -432,7 +432,7 @@ class ZeroOptimizer(OptimizerInPlace):
     # ------------------------------------------------------------------ the state
 
     def _flat_parts(self) -> Iterator[tuple[torch.Tensor, list[nn.Parameter]]]:
-        """This rank's flat parts, each with the parameters that it is of."""
+        """Return this rank's flat parts, each with the parameters that it is of."""
         if self._stage == 3:
             return zip(self._zero.fp32_partitioned_groups_flat, self._zero.fp16_groups, strict=True)
         return zip(self._zero.single_partition_of_fp32_groups, self._zero.bit16_groups, strict=True)
@@ -539,12 +539,12 @@ def _copied(value: Any) -> Any:
 
 
 def _like(value: Any, parameter: torch.Tensor) -> Any:
-    """A whole state as torch keeps it: in its parameter's dtype and shape."""
+    """Return a whole state as torch keeps it: in its parameter's dtype and shape."""
     if not _has_entries(value):
         return value
     return value.to(parameter.dtype)
 
 
 def _shape(twin: Any) -> torch.Size:
-    """The whole shape of a parameter that may be spread."""
+    """Return the whole shape of a parameter that may be spread."""
     return torch.Size(getattr(twin, "ds_shape", twin.shape))

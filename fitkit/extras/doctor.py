@@ -35,7 +35,9 @@ WIDTH = 100
 
 
 def report(fitkit_version: str) -> str:
-    """The text, with one line per subject. What can't be found out is reported, never raised."""
+    """Return the text, with one line per subject. What can't be found out is reported, never
+    raised.
+    """
     lines = {"fitkit": fitkit_version, **_versions(), **_machine(), **_launch(), **_choice()}
     width = max(map(len, lines))
     return "\n".join(
@@ -61,7 +63,7 @@ def _versions() -> dict[str, str]:
 
 
 def _optional() -> list[str]:
-    """The packages of the extras that users install."""
+    """Return the packages of the extras that users install."""
     try:
         lines = requires("fitkit") or []
     except PackageNotFoundError:  # used from a folder, not installed
@@ -73,7 +75,7 @@ def _optional() -> list[str]:
 
 
 def _version(package: str) -> str:
-    """The installed release; empty where there is none."""
+    """Return the installed release; empty where there is none."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -104,7 +106,7 @@ def _machine() -> dict[str, str]:
 
 
 def _memory() -> str:
-    """Main memory, and the free shared memory by which ranks and workers pass data."""
+    """Return main memory, and the free shared memory by which ranks and workers pass data."""
     found = []
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -119,7 +121,9 @@ def _memory() -> str:
 
 
 def _gpus(count: int) -> dict[str, str]:
-    """A line per GPU. A separate process asks them, so that a broken one can't stop this one."""
+    """Return a line per GPU. A separate process asks them, so that a broken one can't stop this
+    one.
+    """
     if not count:
         return {}
     try:
@@ -171,7 +175,7 @@ def _launch() -> dict[str, str]:
 
 
 def _choice() -> dict[str, str]:
-    """What `compile` chooses if nothing is said about the hardware."""
+    """Return what `compile` chooses if nothing is said about the hardware."""
     try:
         strategy = resolve_strategy("auto", "auto", "auto", "32-true", None)
     except ConfigurationError as error:

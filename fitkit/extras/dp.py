@@ -92,7 +92,7 @@ class Replicas(WrappedModel):
         self._warned: set[str] = set() if warned is None else warned
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """What the replicas return, gathered (see `rows.gather`).
+        """Return what the replicas return, gathered (see `rows.gather`).
 
         Args:
             method: `""` calls the module itself, and all arguments are divided together. Of
@@ -142,7 +142,7 @@ class Replicas(WrappedModel):
         modes = _callers_modes(share_casts=len(replicas) == 1)
 
         def call(index: int) -> tuple[Any, BaseException | None]:
-            """What a replica returns, or its error."""
+            """Return what a replica returns, or its error."""
             replica = replicas[index]
             entry = getattr(replica.module, method) if method else replica.module
             try:
@@ -206,7 +206,7 @@ class Replicas(WrappedModel):
 
 
 def _moved(tree: Any, device: torch.device) -> Any:
-    """A tree with its tensors on a device."""
+    """Return a tree with its tensors on a device."""
     return trees.map_leaves(
         lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf,
         tree,
@@ -214,7 +214,7 @@ def _moved(tree: Any, device: torch.device) -> Any:
 
 
 def _callers_modes(*, share_casts: bool) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Gives this thread's modes to other threads: torch keeps them by thread.
+    """Give this thread's modes to other threads: torch keeps them by thread.
 
     `parallel_apply` hands on less: neither inference mode nor autocast's dtype.
 
@@ -247,7 +247,7 @@ def _callers_modes(*, share_casts: bool) -> Callable[[], contextlib.AbstractCont
 
 
 def replicate(module: nn.Module, devices: list[torch.device]) -> list[Replica]:
-    """Copies of a module, one for each device, made for one call.
+    """Return copies of a module, one for each device, made for one call.
 
     Replicas on one device (the CPU) have the module's own parameters; those on several have
     copies through which gradients flow back, and their `parameters()` are empty, as with
@@ -272,7 +272,7 @@ def replicate(module: nn.Module, devices: list[torch.device]) -> list[Replica]:
 
 
 def _with_shared_parameters(module: nn.Module, index: int) -> nn.Module:
-    """What `nn.parallel.replicate` makes of a module, with the module's own parameters."""
+    """Return what `nn.parallel.replicate` makes of a module, with the module's own parameters."""
     modules: dict[int, nn.Module] = {}
     buffers: dict[int, torch.Tensor] = {}
 
@@ -297,7 +297,7 @@ def _with_shared_parameters(module: nn.Module, index: int) -> nn.Module:
 
 
 def _pairs(module: nn.Module, other: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """A module and its submodules, down to metrics, each with its copy in `other`."""
+    """Return a module and its submodules, down to metrics, each with its copy in `other`."""
     found = [(module, other)]
     for name, child in module._modules.items():
         copied = other._modules.get(name)
@@ -349,7 +349,8 @@ def _is_collection(module: nn.Module) -> bool:
 
 
 def _fresh(metric: Any, replica: Replica, *, is_inner: bool = False) -> Any:
-    """A replica's copy of a metric or collection: it has counted nothing, and notes its updates.
+    """Return a replica's copy of a metric or collection: it has counted nothing, and notes its
+    updates.
 
     Args:
         is_inner: whether it is inside of another metric (as in `MinMaxMetric`), which notes them.

@@ -25,7 +25,7 @@ from fitkit.seams import (
 
 
 def module_named(model: Module, name: str, what: str) -> nn.Module:
-    """A part of the net, by its name among the net's modules.
+    """Return a part of the net, by its name among the net's modules.
 
     Args:
         what: the start of the error message, which says where the name comes from.
@@ -70,11 +70,11 @@ class _Freezing(Callback):
     _frozen: dict[str, list[nn.Parameter]]  # what this callback froze, by part
 
     def _parts(self, model: Module) -> dict[str, list[nn.Parameter]]:
-        """The parameters of each named part."""
+        """Return the parameters of each named part."""
         raise NotImplementedError
 
     def _module(self, model: Module, name: str) -> nn.Module:
-        """The module with a part's name."""
+        """Return the module with a part's name."""
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
@@ -87,13 +87,13 @@ class _Freezing(Callback):
                 split_off(optimizer, own)
 
     def _normalizations(self, name: str) -> list[nn.Module]:
-        """The batch normalizations in a part."""
+        """Return the batch normalizations in a part."""
         kinds = nn.modules.batchnorm._BatchNorm
         inside = self._module(self.model, name).modules()
         return [module for module in inside if isinstance(module, kinds)]
 
     def _freezable(self, name: str) -> list[nn.Parameter]:
-        """A part's parameters that learn now and stop while it is frozen."""
+        """Return a part's parameters that learn now and stop while it is frozen."""
         spared = self._normalizations(name) if self.train_bn else []
         learning = {id(p) for layer in spared for p in layer.parameters()}
         own = self._parts(self.model)[name]
@@ -124,7 +124,9 @@ class _Freezing(Callback):
                     layer.eval()  # fit has just put it into training mode
 
     def _groups(self, name: str) -> Iterator[tuple[dict[str, Any], float | None]]:
-        """A part's groups, each with the rate of the first group of no part in its optimizer."""
+        """Yield a part's groups, each with the rate of the first group of no part in its
+        optimizer.
+        """
         parts = self._parts(self.model)
         own = {id(parameter) for parameter in parts[name]}
         named = {id(parameter) for part in parts.values() for parameter in part}
@@ -142,7 +144,7 @@ class _Freezing(Callback):
 
 
 def doubled(epoch: int) -> float:
-    """The default of `lambda_func`."""
+    """Return the default of `lambda_func`."""
     return 2.0
 
 
@@ -329,7 +331,9 @@ class GradualUnfreezing(_Freezing):
         return module_named(model, name, "stages has")
 
     def _parts(self, model: Module) -> dict[str, list[nn.Parameter]]:
-        """The parameters of each named module, without modules inside it that come earlier."""
+        """Return the parameters of each named module, without modules inside it that come
+        earlier.
+        """
         taken: set[int] = set()
         parts: dict[str, list[nn.Parameter]] = {}
         for name in [name for named in self.stages.values() for name in named]:
@@ -403,7 +407,7 @@ def _epoch(value: Any) -> int:
 
 
 def _rates(epoch: Any, named: Any) -> dict[str, float | None]:
-    """A stage's modules, each with its rate or None."""
+    """Return a stage's modules, each with its rate or None."""
     if isinstance(named, str):
         named = [named]
     rates = dict(named) if isinstance(named, Mapping) else dict.fromkeys(named)

@@ -160,7 +160,9 @@ def _by(holders: Sequence[Holder]) -> str:
 
 
 def _without_own(gpu: GPU) -> GPU:
-    """The GPU as it would be without the caller's own processes (including earlier workers)."""
+    """Return the GPU as it would be without the caller's own processes (including earlier
+    workers).
+    """
     own = [holder for holder in gpu.holders if _is_own(holder.pid)]
     own_bytes = sum(holder.used_bytes or 0 for holder in own)
     if not own_bytes and torch.cuda.is_initialized() and torch.cuda.memory_reserved(gpu.index):
@@ -283,7 +285,7 @@ def _parse(line: str) -> GPU:
 
 
 def report() -> None:
-    """The child's part: the number of GPUs, then a line for each."""
+    """Do the child's part: print the number of GPUs, then a line for each."""
     import torch
 
     print(MARK + str(torch.cuda.device_count()), flush=True)
@@ -294,7 +296,7 @@ def report() -> None:
 
 
 def load_nvml() -> Any:
-    """The module pynvml (of nvidia-ml-py), initialised. None without it or a driver."""
+    """Return the module pynvml (of nvidia-ml-py), initialised. None without it or a driver."""
     try:
         nvml: Any = importlib.import_module("pynvml")
         nvml.nvmlInit()
@@ -304,7 +306,7 @@ def load_nvml() -> Any:
 
 
 def examine(index: int, cuda: Any, zeros: Any, nvml: Any) -> GPU:
-    """What torch, and NVML if present, say about one GPU.
+    """Return what torch, and NVML if present, say about one GPU.
 
     NVML is asked first, because placing a tensor creates a context of about 0.5 GiB.
     """

@@ -83,7 +83,7 @@ def _parts(path: str | os.PathLike[str]) -> Iterator[RenderableType]:
 
 
 def _size_of(path: str) -> str:
-    """The size of a file, or of a folder and its files."""
+    """Return the size of a file, or of a folder and its files."""
     if is_url(path):
         return human_bytes(urls.size(path))
     if not is_folder_name(path):
@@ -145,7 +145,7 @@ def _grow(tree: Tree, encoded: object, stored: StoredFile, level: int) -> None:
 
 
 def _items(encoded: object) -> list[tuple[str, object]]:
-    """The keys and values of what is encoded, where it has any."""
+    """Return the keys and values of what is encoded, where it has any."""
     if isinstance(encoded, list):
         return [(str(index), item) for index, item in enumerate(encoded)]
     if not isinstance(encoded, dict) or len(encoded) != 1:

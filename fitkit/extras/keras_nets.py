@@ -261,7 +261,7 @@ class KerasNet(Guest):
         return outputs, y, weights
 
     def _by_layer(self, tree: Any) -> Any:
-        """What belongs to several outputs, by the names of their layers, as Keras logs them."""
+        """Return what belongs to several outputs, by their layers' names, as Keras logs them."""
         if not isinstance(tree, (list, tuple)):
             return tree
         if len(tree) == 1:
@@ -272,7 +272,7 @@ class KerasNet(Guest):
         return dict(zip(names, tree, strict=True))
 
     def _with_own_loss(self, outputs: Any, y: Any, weight: Any) -> Any:
-        """The outputs beside the loss that the network computes of them itself."""
+        """Return the outputs beside the loss that the network computes of them itself."""
         inputs, self.left.inputs, self.left.shown, self.left.masked = (
             self.left.inputs,
             None,
@@ -393,7 +393,8 @@ def has_steps(model: Any) -> bool:
 
 
 def names_of(net: Any, variables: Sequence[Any]) -> list[str]:
-    """A network's variables by Keras's paths, as the first network of a session would have them.
+    """Return a network's variables by Keras's paths, as the first network of a session would have
+    them.
 
     Keras numbers layers without a name by a counter of the session: a second network of the same
     code has `dense_3` where the first has `dense`. Files should fit both. So such names are counted
@@ -422,12 +423,12 @@ def names_of(net: Any, variables: Sequence[Any]) -> list[str]:
 
 
 def mask_of(outputs: Any) -> Any:
-    """The masks of a call's outputs, by the same structure; None where there is none."""
+    """Return the masks of a call's outputs, by the same structure; None where there is none."""
     return trees.map_leaves(lambda leaf: getattr(leaf, "_keras_mask", None), outputs)
 
 
 def by_output(masks: Any) -> dict[Any, torch.Tensor]:
-    """The masks of those outputs that have one."""
+    """Return the masks of those outputs that have one."""
     named = masks if isinstance(masks, Mapping) else {SINGLE: masks}
     found = {
         name: mask
@@ -471,7 +472,7 @@ def weighed(mask: torch.Tensor, weight: Any) -> torch.Tensor:
 
 
 def chosen(mask: torch.Tensor | None, values: Any) -> Any:
-    """The steps that a mask chooses, one after the other."""
+    """Return the steps that a mask chooses, one after the other."""
     return values if mask is None or values is None else values[mask.bool()]
 
 
@@ -487,7 +488,7 @@ def refuse_ignored(count: Any, mask: torch.Tensor) -> None:
 
 
 def widened(leaf: Any) -> Any:
-    """A prediction in float32 at least, in which Keras computes losses."""
+    """Return a prediction in float32 at least, in which Keras computes losses."""
     is_half = isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
     return leaf.float() if is_half else leaf
 
@@ -496,7 +497,7 @@ def widened(leaf: Any) -> Any:
 
 
 def restored(data: bytes, tensors: list[torch.Tensor], training: bool) -> KerasNet:
-    """A net that was pickled."""
+    """Return a net that was pickled."""
     made = KerasNet.__new__(KerasNet)
     made.__setstate__({"given": put_together(data, tensors), "training": training})
     return made

@@ -25,7 +25,7 @@ UNUSUAL = (
 
 
 def translated(argument: str, value: Any) -> Any:
-    """An object of Keras as an argument of `compile` takes it.
+    """Return an object of Keras as an argument of `compile` takes it.
 
     Args:
         argument: the argument's name.
@@ -66,7 +66,7 @@ def optimizer_like(optimizer: Any) -> partial[Any]:
 
 
 def loss_like(loss: Any) -> Callable[[Any, Any], torch.Tensor]:
-    """A function of prediction and target that gives a loss's values before the mean."""
+    """Return a function of prediction and target that gives a loss's values before the mean."""
     if loss.reduction not in ("sum_over_batch_size", "mean"):
         raise ConfigurationError(
             f"keras.losses.{type(loss).__name__} has reduction={loss.reduction!r}, but fitkit "
@@ -91,7 +91,7 @@ def loss_like(loss: Any) -> Callable[[Any, Any], torch.Tensor]:
 
 
 def metric_like(metric: Any) -> Callable[[Any, Any], torch.Tensor]:
-    """A function of prediction and target that gives the values whose mean a metric is."""
+    """Return a function of prediction and target that gives the values whose mean a metric is."""
     if not isinstance(metric, keras.metrics.MeanMetricWrapper):
         known = type(metric).__name__
         name = known.lower()

@@ -112,7 +112,7 @@ class _Together(pickle.Unpickler):
 
 
 def taken_apart(net: Any, *, keeps_code: bool) -> tuple[bytes, list[Any]]:
-    """A network without its tensors (and functions and classes), and these."""
+    """Return a network without its tensors (and functions and classes), and these."""
     buffer = io.BytesIO()
     apart = _Apart(buffer, keeps_code=keeps_code)
     apart.dump(net)
@@ -120,5 +120,5 @@ def taken_apart(net: Any, *, keeps_code: bool) -> tuple[bytes, list[Any]]:
 
 
 def put_together(data: bytes, kept: list[Any]) -> Any:
-    """The network of `taken_apart` with these tensors."""
+    """Return the network of `taken_apart` with these tensors."""
     return _Together(io.BytesIO(data), kept).load()

@@ -365,7 +365,7 @@ def _by_name(strategies: list[Strategy]) -> dict[str, Strategy]:
 
 
 def _costs_of_a_step(model: Model, batch: Any) -> tuple[Costs, tuple[str, ...]]:
-    """The bytes that one real step on one device holds."""
+    """Return the bytes that one real step on one device holds."""
     strategy = model._fitkit.compilation.strategy
     alone = SingleDevice().connect(
         Assignment((strategy.device,), strategy.device_ids[:1], copy.copy(strategy.precision))
@@ -385,7 +385,7 @@ def _costs_of_a_step(model: Model, batch: Any) -> tuple[Costs, tuple[str, ...]]:
 
 
 def _costs_on_meta(model: Model, batch: Any) -> tuple[Costs, tuple[str, ...]]:
-    """The same for a net without memory, from its shapes."""
+    """Return the same for a net without memory, from its shapes."""
     net = model._weights_module()
     inputs = trees.map_leaves(_as_meta, unpacker_of(model)(batch)[0])
     with _activations(net) as saved:
@@ -405,7 +405,7 @@ def _costs_on_meta(model: Model, batch: Any) -> tuple[Costs, tuple[str, ...]]:
 
 
 def _state_on_meta(model: Model, parameters: list[nn.Parameter]) -> float:
-    """The bytes of an optimizer's state after one step."""
+    """Return the bytes of an optimizer's state after one step."""
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     try:
@@ -445,7 +445,9 @@ def _costs(
 
 
 def _held_bytes(tree: Any) -> int:
-    """The bytes of a tree's tensors. A quantized tensor counts as the tensors that it wraps."""
+    """Return the bytes of a tree's tensors. A quantized tensor counts as the tensors that it
+    wraps.
+    """
 
     def size(tensor: Any) -> int:
         if not hasattr(tensor, "__tensor_flatten__"):
@@ -563,5 +565,5 @@ class _Kept:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """A number that tensors over the same memory share, even without real memory."""
+    """Return a number that tensors over the same memory share, even without real memory."""
     return tensor.untyped_storage()._cdata

@@ -30,7 +30,7 @@ HELD_BYTES = 4 * 2**20
 
 
 def receiver_for(out: Any, *, as_numpy: bool) -> OutputFiles | OutputFunction:
-    """What `predict(out=…)` means.
+    """Return what `predict(out=…)` means.
 
     Raises:
         ArgumentTypeError, ConfigurationError: it can't be written to.
@@ -66,7 +66,7 @@ class OutputFunction(Elsewhere):
             self._function(given, np.arange(first, self._done))
 
     def returned(self, result: Any) -> None:
-        """What `predict` returns."""
+        """Return what `predict` returns."""
 
     def for_other_ranks(self) -> Elsewhere:
         """Nothing: the function is called in this process."""
@@ -137,7 +137,7 @@ class OutputFiles(Elsewhere):
                 array.finish()
 
     def returned(self, result: list[str]) -> Any:
-        """What `predict` returns: the arrays of these names.
+        """Return what `predict` returns: the arrays of these names.
 
         A rank on another machine, from which the files can't be seen, gets None.
         """
@@ -153,7 +153,7 @@ class OutputFiles(Elsewhere):
 
 
 def flat(outputs: Any, name: str = "") -> dict[str, torch.Tensor]:
-    """The tensors of a net's outputs by name; a single one has the empty name.
+    """Return the tensors of a net's outputs by name; a single one has the empty name.
 
     Raises:
         ConfigurationError: an output isn't a tensor.
@@ -183,7 +183,7 @@ def flat(outputs: Any, name: str = "") -> dict[str, torch.Tensor]:
 
 
 def files_of(path: Path, names: list[str]) -> dict[str, Path]:
-    """The file of each output.
+    """Return the file of each output.
 
     Raises:
         ConfigurationError: an output's name can't be a part of a file's.
@@ -202,7 +202,7 @@ def files_of(path: Path, names: list[str]) -> dict[str, Path]:
 
 
 def _mapped(path: Path) -> Any:
-    """The array in a file. The system can't map one without numbers."""
+    """Return the array in a file. The system can't map one without numbers."""
     is_empty = path.stat().st_size <= HEADER_BYTES
     return np.load(path, mmap_mode=None if is_empty else "r")
 
@@ -293,7 +293,7 @@ class Handover(Elsewhere):
             self._changed.notify_all()
 
     def batches(self) -> Iterator[Any]:
-        """The batches, as they come."""
+        """Yield the batches, as they come."""
         while True:
             with self._changed:
                 while not self._held and not self._is_over:
@@ -332,7 +332,7 @@ class Handover(Elsewhere):
 def read_in_loop(
     run: Callable[[Handover], object], strategy: AnyStrategy, *, as_numpy: bool
 ) -> Iterator[Any]:
-    """The outputs of a pass, which another thread computes a few batches ahead.
+    """Yield the outputs of a pass, which another thread computes a few batches ahead.
 
     Args:
         run: makes the pass, with a receiver.
@@ -375,7 +375,7 @@ def read_in_loop(
 
 
 def _modes_of_this_thread() -> Callable[[], contextlib.ExitStack]:
-    """Gives the caller's autocast and default device to another thread: torch keeps them apart."""
+    """Return what gives the caller's autocast and default device to another thread."""
     cache, default = torch.is_autocast_cache_enabled(), torch.get_default_device()
     entered = [
         (kind, torch.get_autocast_dtype(kind))

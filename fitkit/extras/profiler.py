@@ -118,7 +118,7 @@ class Profiler(Callback):
     # ------------------------------------------------------------------ by callbacks' hooks
 
     def around_hooks(self, hooks: Hooks) -> Hooks:
-        """The run's hooks, each timed, with this callback's own hooks at both ends."""
+        """Return the run's hooks, each timed, with this callback's own hooks at both ends."""
         if self.params.get("stage") != "fit":
             return hooks
         owners = [_owner(hook) for these in hooks.values() for hook in these]
@@ -145,7 +145,7 @@ class Profiler(Callback):
         return found
 
     def _timed(self, hook: Hook) -> Hook:
-        """A callback's hook. Its time counts for the callbacks."""
+        """Return a callback's hook. Its time counts for the callbacks."""
         owner = _owner(hook)
         name = getattr(hook, "__qualname__", "?") if owner is None else type(owner).__name__
 
@@ -310,7 +310,7 @@ class Profiler(Callback):
 
 
 def _owner(hook: Hook) -> Any:
-    """The callback that a hook belongs to; None for a plain function."""
+    """Return the callback that a hook belongs to; None for a plain function."""
     return getattr(hook, "__self__", None)
 
 
@@ -339,7 +339,7 @@ class PartClock:
         return before
 
     def take(self) -> dict[str, float]:
-        """The seconds by part since the last call. On a GPU this waits for it."""
+        """Return the seconds by part since the last call. On a GPU this waits for it."""
         self.switch(self.part)
         found, self._seconds = self._seconds, {}
         return found
@@ -467,7 +467,7 @@ def table(
     may_fuse: bool = False,
     may_name: bool = False,
 ) -> str:
-    """An epoch as text: rank 0's seconds by part, beside those of the slowest rank.
+    """Return an epoch as text: rank 0's seconds by part, beside those of the slowest rank.
 
     Args:
         title: the first line.
@@ -491,18 +491,18 @@ def table(
 
 
 def _cell(seconds: dict[str, float], part: str) -> str:
-    """A part's seconds and its share of the whole."""
+    """Return a part's seconds and its share of the whole."""
     spent = seconds.get(part, 0.0)
     return f"{spent:12,.3f} s {spent / max(sum(seconds.values()), 1e-9):9.1%}"
 
 
 def slowest_of(ranks: Sequence[dict[str, float]]) -> int:
-    """The rank that waited least for the others."""
+    """Return the rank that waited least for the others."""
     return min(range(len(ranks)), key=lambda rank: ranks[rank].get(RANKS, 0.0))
 
 
 def with_waits(ranks: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """The ranks' seconds, with the waits inside their backward passes counted as waits.
+    """Return the ranks' seconds, with the waits inside their backward passes counted as waits.
 
     Gradients are exchanged within the backward pass: a rank that is early waits in it for the last
     one. The time beyond the shortest rank's is counted as that wait.

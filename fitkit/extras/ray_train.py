@@ -60,7 +60,7 @@ class RayTrainReport(Callback):
         return {**super().__getstate__(), "_folder": None}
 
     def last_checkpoint(self) -> str | None:
-        """The file that an earlier attempt reported last; None if there is none.
+        """Return the file that an earlier attempt reported last; None if there is none.
 
         The file exists as long as this callback does.
         """

@@ -88,7 +88,7 @@ class Timer(Callback):
         self._pass_began_s: float | None = None
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """The seconds that a stage has taken.
+        """Return the seconds that a stage has taken.
 
         Args:
             stage: `"train"` (default): the current or last fit, with its validations and the time
@@ -175,7 +175,7 @@ class Timer(Callback):
 
 
 def seconds_of(duration: object) -> float:
-    """A duration in seconds.
+    """Return a duration in seconds.
 
     Raises:
         ConfigurationError, ArgumentTypeError: it isn't a duration, or isn't above 0.
@@ -292,7 +292,7 @@ class ThroughputMonitor(Callback):
         self._end_s = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch's last steps, and every rank's tokens in them.
+        """Return the epoch's last steps, and every rank's tokens in them.
 
         Ranks:
             Collective with `tokens`.
@@ -375,7 +375,7 @@ class ThroughputMonitor(Callback):
         return f"{self.prefix}{self.separator}{name}" if self.prefix else name
 
     def _tokens_of(self, batch: Any) -> Any:
-        """The number of tokens in a batch: a number, or a tensor () on the device."""
+        """Return the number of tokens in a batch: a number, or a tensor () on the device."""
         if batch is None or not batch.samples:  # a placeholder batch
             return 0
         samples, batch = batch.samples, batch.data
@@ -398,7 +398,7 @@ class ThroughputMonitor(Callback):
         return mask.sum() if isinstance(mask, torch.Tensor) and mask.ndim == 2 else found.numel()
 
     def _peak_of_all(self) -> float | None:
-        """The peak of all devices in the run together, in operations per second."""
+        """Return the peak of all devices in the run together, in operations per second."""
         strategy = self.model._fitkit.compilation.strategy
         peak = self.peak_flops
         if peak is None and "16" in strategy.precision.name:
@@ -408,7 +408,7 @@ class ThroughputMonitor(Callback):
 
 
 def operations_of_token(net: torch.nn.Module) -> float:
-    """The operations for one token's forward and backward pass, by the number of parameters.
+    """Return the operations for one token's forward and backward pass, by the number of parameters.
 
     Reference: Chowdhery et al., PaLM, 2022, arXiv:2204.02311, appendix B.
     """
@@ -484,7 +484,7 @@ class DeviceStatsMonitor(Callback):
             logs.update(self._gpu_values(from_all_ranks(self.model, mine)))
 
     def _gpus(self) -> list[torch.device]:
-        """The GPUs of this rank: its own, or all if one process uses several."""
+        """Return the GPUs of this rank: its own, or all if one process uses several."""
         strategy = self.model._fitkit.compilation.strategy
         devices = list(strategy.devices) if strategy.world.size == 1 else [strategy.device]
         return [device for device in devices if is_accelerator(device)]
@@ -498,7 +498,7 @@ class DeviceStatsMonitor(Callback):
         return values
 
     def _gpu_values(self, ranks: list[dict[int, tuple[float, float]]]) -> dict[str, float]:
-        """The logs, from each rank's (peak, used) by device index."""
+        """Return the logs, from each rank's (peak, used) by device index."""
         places = [(rank, index) for rank, found in enumerate(ranks) for index in found]
         several_nodes = len({index for _, index in places}) < len(places)
         used = {}
@@ -516,7 +516,7 @@ class DeviceStatsMonitor(Callback):
 
 
 def _memory(device: torch.device) -> tuple[float, float]:
-    """The most memory that torch held in the epoch, and all memory in use now, in MiB."""
+    """Return the most memory that torch held in the epoch, and all memory in use now, in MiB."""
     free, total = free_and_total_bytes(device) or (0, held_bytes(device))
     return peak_bytes(device) / MIB, (total - free) / MIB
 

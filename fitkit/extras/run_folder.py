@@ -96,7 +96,7 @@ class RunFolder(CallbackList):
 
 
 def _filled_in(folder: Path) -> Path:
-    """A folder's path with its placeholders filled in."""
+    """Return a folder's path with its placeholders filled in."""
     text = str(folder)
     if "%" not in text:
         return folder
@@ -254,7 +254,7 @@ class _Record(Callback):
 
 
 def read_record(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """A run folder's record; None if the folder has none that can be read."""
+    """Return a run folder's record; None if the folder has none that can be read."""
     try:
         found = json.loads((Path(folder) / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -263,7 +263,7 @@ def read_record(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def environment(model: Module) -> dict[str, str]:
-    """What a run's numbers may depend on besides its settings."""
+    """Return what a run's numbers may depend on besides its settings."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -285,7 +285,7 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """The commit of the working folder, with "+" if files differ from it; "" without one."""
+    """Return the commit of the working folder, with "+" if files differ from it; "" without one."""
     try:
         shown = subprocess.run(
             ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
@@ -315,7 +315,7 @@ th, td { text-align: left; padding: .2rem 1rem .2rem 0; border-bottom: 1px solid
 
 
 def page(folder: Path, record: dict[str, Any]) -> str:
-    """A run on one page of HTML, which needs no other file.
+    """Return a run on one page of HTML, which needs no other file.
 
     Args:
         folder: the run's folder.

@@ -185,11 +185,11 @@ class NetEstimator(BaseEstimator):
                 raise ConfigurationError(f"{name} has {option!r}. Write fit({option}=…).")
 
     def _loss(self) -> Any:
-        """The loss. None becomes the default of the kind of estimator."""
+        """Return the loss. None becomes the default of the kind of estimator."""
         raise NotImplementedError
 
     def _made_net(self, outputs: int) -> nn.Module:
-        """A copy of the net, or the net that its factory builds for the data."""
+        """Return a copy of the net, or the net that its factory builds for the data."""
         options = dict(self.net_options or {})
         if isinstance(self.net, nn.Module):
             if options:
@@ -225,7 +225,7 @@ class NetEstimator(BaseEstimator):
         return checked
 
     def _outputs(self, x: Any) -> np.ndarray:
-        """The net's outputs for inputs, (N, columns)."""
+        """Return the net's outputs for inputs, (N, columns)."""
         check_is_fitted(self)
         x = validate_data(self, x, reset=False, **self._x_rules())
         found = self.model_.predict(x, batch_size=self.batch_size, verbose=0)
@@ -244,7 +244,7 @@ class NetEstimator(BaseEstimator):
 
 
 def _accepted(make: Callable[..., Any], known: dict[str, Any]) -> dict[str, Any]:
-    """The known values whose names are in a factory's signature."""
+    """Return the known values whose names are in a factory's signature."""
     try:
         parameters = inspect.signature(make).parameters
     except (TypeError, ValueError):
@@ -260,7 +260,7 @@ def _pop(params: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _with_settings(optimizer: Any, settings: dict[str, Any]) -> Any:
-    """An optimizer's name, dict, class or partial, with settings added."""
+    """Return an optimizer's name, dict, class or partial, with settings added."""
     if isinstance(optimizer, str):
         return {"name": optimizer, **settings}
     if isinstance(optimizer, Mapping):
@@ -452,7 +452,7 @@ class Classifier(ClassifierMixin, NetEstimator):
         return CompiledLoss(self._loss()).hint(SINGLE)
 
     def _columns(self) -> int:
-        """The number of columns that the net must output."""
+        """Return the number of columns that the net must output."""
         if len(self.classes_) < 2:
             raise ValueError(f"y has one class, {self.classes_[0]!r}; a classifier needs two.")
         if self._hint.task != "binary":
@@ -473,7 +473,7 @@ class Classifier(ClassifierMixin, NetEstimator):
         self._train(x, self._targets(indices), weight, epochs)
 
     def _targets(self, indices: np.ndarray) -> np.ndarray:
-        """The labels' indices in the form that the loss takes."""
+        """Return the labels' indices in the form that the loss takes."""
         if self._hint.task == "binary":
             return indices.astype(np.float32).reshape(-1, 1)
         return indices
@@ -541,7 +541,7 @@ class Regressor(RegressorMixin, NetEstimator):
         return x, y.astype(np.float32)
 
     def _columns(self, y: np.ndarray) -> int:
-        """The number of columns that the net must output."""
+        """Return the number of columns that the net must output."""
         self._is_flat = y.ndim == 1
         return 1 if self._is_flat else y.shape[1]
 

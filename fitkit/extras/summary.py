@@ -43,7 +43,7 @@ def summarize(
     depth: int | None = None,
     run: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Summary:
-    """The layers of a net with their parameters, and shapes where an input is given.
+    """Return the layers of a net with their parameters, and shapes where an input is given.
 
     Args:
         net: any module.
@@ -95,7 +95,7 @@ def summarize(
 
 
 def shape_text(tree: Any) -> str:
-    """The shapes in a net's input or output: `(32, 10)`, `logits (2, 5), states (2, 8)`."""
+    """Return the shapes in a net's input or output: `(32, 10)`, `logits (2, 5), states (2, 8)`."""
     if tree is None:
         return ""
     if not trees.is_container(tree) and not isinstance(tree, torch.Tensor):
@@ -160,14 +160,14 @@ class _Watch:
         self._calls_inside = [0]
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
-        """A module is called."""
+        """Note that a module is called."""
         self._add_up()
         self._calls_inside[-1] += 1
         self._calls_inside.append(0)
         self._running.append(module)
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """A module's call has ended."""
+        """Note that a module's call has ended."""
         self._add_up()
         self._running.pop()
         self.calls[module] += 1
@@ -183,7 +183,7 @@ class _Watch:
 
 
 def _watched(net: nn.Module, example: Any, run: Callable[[nn.Module, Any], Any]) -> _Watch:
-    """What was seen while the net ran once."""
+    """Return what was seen while the net ran once."""
     watch = _Watch(net, counts=True)
     try:
         _call(net, example, run, watch)
@@ -223,7 +223,7 @@ def _call(
 
 @contextlib.contextmanager
 def evaluating(net: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards modes, buffers and random state are back."""
+    """Set evaluation mode without gradients; then modes, buffers and random state are back."""
     buffers = [
         (module, name, buffer, buffer.detach().clone(), buffer._version)
         for module in net.modules()
@@ -283,7 +283,7 @@ def _copied(net: nn.Module) -> nn.Module:
 
 
 def _rows(net: nn.Module, depth: int | None, watch: _Watch) -> tuple[list[Row], int | None]:
-    """The table's rows, and the level of the last ones where there are deeper modules."""
+    """Return the table's rows, and the level of the last ones where there are deeper modules."""
     rows = list(_all_rows("", net, 0, watch, set(), set()))
     levels = Counter(row.level for row in rows)
     if depth is None:
@@ -309,7 +309,7 @@ def _rows(net: nn.Module, depth: int | None, watch: _Watch) -> tuple[list[Row], 
 def _all_rows(
     name: str, module: nn.Module, level: int, watch: _Watch, seen: set[nn.Module], counted: set[int]
 ) -> Iterator[Row]:
-    """A module's row, then those of all modules in it."""
+    """Yield a module's row, then those of all modules in it."""
     reused = module in seen
     seen.add(module)
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
@@ -417,7 +417,7 @@ class Summary:
         return self.text()
 
     def text(self, width: int = PLAIN_WIDTH) -> str:
-        """The table in plain ASCII, at most `width` columns wide."""
+        """Return the table in plain ASCII, at most `width` columns wide."""
         file = io.StringIO()
         console = _console(file, width=width, color_system=None, force_terminal=False)
         console.print(self._table(ascii_only=True))
@@ -506,7 +506,7 @@ class Summary:
 
 
 def human_count(number: int) -> str:
-    """A large number in four digits at most: `812`, `1.50 k`, `23.1 M`, `4.06 G`."""
+    """Return a large number in four digits at most: `812`, `1.50 k`, `23.1 M`, `4.06 G`."""
     size = float(number)
     for unit in ("", " k", " M", " G", " T"):
         if size < 999.5 or unit == " T":
@@ -517,7 +517,7 @@ def human_count(number: int) -> str:
 
 
 def _console(file: IO[str], **options: Any) -> Console:
-    """A console that takes text as it is, whatever brackets and numbers stand in it."""
+    """Return a console that takes text as it is, whatever brackets and numbers stand in it."""
     from rich.console import Console
 
     return Console(
@@ -536,7 +536,7 @@ def _parameters_text(row: Row) -> str:
 
 
 def example_batch(example: Any, input_shape: Any, net: nn.Module) -> Any:
-    """The batch that a user described, as tensors on the net's device.
+    """Return the batch that a user described, as tensors on the net's device.
 
     Args:
         example: a batch of inputs: a tensor or array, or a tree of them; None where a shape is
@@ -560,7 +560,7 @@ def example_batch(example: Any, input_shape: Any, net: nn.Module) -> Any:
 
 
 def zeros(shape: Any, dtype: torch.dtype) -> Any:
-    """A batch of one sample of zeros, for a shape or a dict or sequence of shapes."""
+    """Return a batch of one sample of zeros, for a shape or a dict or sequence of shapes."""
     if isinstance(shape, Mapping):
         return {name: zeros(item, dtype) for name, item in shape.items()}
     if isinstance(shape, (tuple, list)):
@@ -575,13 +575,13 @@ def zeros(shape: Any, dtype: torch.dtype) -> Any:
 
 
 def number_type(net: nn.Module) -> torch.dtype:
-    """The real type of the net's first floating-point or complex parameter."""
+    """Return the real type of the net's first floating-point or complex parameter."""
     types = (tensor.dtype.to_real() for tensor in net.parameters() if trees.is_inexact(tensor))
     return next(types, torch.get_default_dtype())
 
 
 def prepared(example: Any, net: nn.Module) -> Any:
-    """The example as tensors on the net's device; float64 takes the net's number type."""
+    """Return the example as tensors on the net's device; float64 takes the net's number type."""
     weights = next(iter([*net.parameters(), *net.buffers()]), None)
     device = None if weights is None else weights.device
     dtype = number_type(net)

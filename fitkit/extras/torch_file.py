@@ -61,7 +61,7 @@ class TorchFile:
 
     @contextlib.contextmanager
     def open(self, path: str | os.PathLike[str]) -> Iterator[OpenWeights]:
-        """The weights in a file whose checksums are right."""
+        """Give the weights in a file whose checksums are right."""
         name = os.fspath(path)
         # Opened once, so that torch reads what was checked; and read, not mapped: where another
         # process cuts a mapped file, the system ends the process that looks at it.
@@ -116,7 +116,7 @@ def _refusal(name: str, file: BinaryIO, error: Exception) -> str:
 
 
 def _unsafe_names(file: BinaryIO, error: Exception) -> list[str]:
-    """The classes and functions that a file's pickle asks for and torch doesn't give."""
+    """Return the classes and functions that a file's pickle asks for and torch doesn't give."""
     try:
         file.seek(0)
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
@@ -191,7 +191,7 @@ class _InMemory:
         self._tensors = tensors
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor of that name, on the CPU."""
+        """Return the tensor of that name, on the CPU."""
         return self._tensors[name]
 
     def read_into(self, name: str, tensor: torch.Tensor) -> None:
@@ -201,7 +201,7 @@ class _InMemory:
 
 
 def _weights_in(path: str, content: object, file_bytes: int) -> OpenWeights:
-    """The weights that a file had."""
+    """Return the weights that a file had."""
     state, metadata = _state_dict(path, content)
     try:
         frozen = noted(metadata)
@@ -221,7 +221,7 @@ def _weights_in(path: str, content: object, file_bytes: int) -> OpenWeights:
 
 
 def _state_dict(path: str, content: object) -> tuple[dict[str, Any], object]:
-    """The entries of the state dict in a file, and what torch keeps beside them."""
+    """Return the entries of the state dict in a file, and what torch keeps beside them."""
     entries = _entries(content)
     for key in _NESTED:
         if isinstance(entries.get(key), dict):
@@ -237,12 +237,12 @@ def _state_dict(path: str, content: object) -> tuple[dict[str, Any], object]:
 
 
 def _entries(content: object) -> dict[Any, Any]:
-    """A dict's entries, by its class: a file may give it other methods, as attributes."""
+    """Return a dict's entries, by its class: a file may give it other methods, as attributes."""
     return dict(type(content).items(content)) if isinstance(content, dict) else {}
 
 
 def _versions(metadata: object) -> dict[str, int]:
-    """The version of each submodule's state."""
+    """Return the version of each submodule's state."""
     noted = {name: _entries(entry).get("version") for name, entry in _entries(metadata).items()}
     return {n: v for n, v in noted.items() if isinstance(n, str) and type(v) is int}
 

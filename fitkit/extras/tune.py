@@ -96,7 +96,7 @@ class RateRange:
         return min(slopes)[1]
 
     def _lowest(self) -> int:
-        """The index of the lowest loss. After it the training diverges."""
+        """Return the index of the lowest loss. After it the training diverges."""
         finite = [loss if math.isfinite(loss) else math.inf for loss in self.smoothed[:-1]]
         return finite.index(min(finite)) if finite else 0
 
@@ -265,7 +265,7 @@ class _RisingRates(Callback):
 
 
 def running_mean(losses: list[float]) -> float:
-    """The running mean of losses, in which later ones weigh more."""
+    """Return the running mean of losses, in which later ones weigh more."""
     mean = 0.0
     for loss in losses:
         mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
@@ -273,7 +273,7 @@ def running_mean(losses: list[float]) -> float:
 
 
 def smoothed(losses: list[float]) -> list[float]:
-    """The means of the losses over a window around each."""
+    """Return the means of the losses over a window around each."""
     reach = max(2, round(WINDOW * len(losses)))
     weights = [reach + 1 - abs(offset) for offset in range(-reach, reach + 1)]
     found = []
@@ -348,7 +348,7 @@ def batch_size(
 
 
 def search(fits: Any, mode: str, first: int, bound: int, trials: int) -> int:
-    """The largest size for which `fits(size)` is true, if it is true for all smaller ones.
+    """Return the largest size for which `fits(size)` is true, if it is true for all smaller ones.
 
     Raises:
         ConfigurationError: it isn't true for the first.

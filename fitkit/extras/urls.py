@@ -296,7 +296,7 @@ def _store(url: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def _reached(url: str, what: str) -> Iterator[tuple[Any, str]]:
-    """The store of a URL, as it is now, and the path in it, with its errors as `_failures`.
+    """Give the store of a URL, as it is now, and the path in it, with its errors as `_failures`.
 
     Raises:
         MissingPackageError, ConfigurationError, CheckpointError: the store can't be reached.

@@ -37,7 +37,7 @@ class WarmSchedule(LRScheduler):
         super().__init__(optimizer)
 
     def height(self, passed: float) -> float:
-        """The part of the way between the floor and the whole rate, from 1 to 0.
+        """Return the part of the way between the floor and the whole rate, from 1 to 0.
 
         Args:
             passed: the part of the updates that is over, from 0 to 1.
@@ -45,7 +45,7 @@ class WarmSchedule(LRScheduler):
         raise NotImplementedError
 
     def get_lr(self) -> list[Any]:
-        """The groups' rates for the next update."""
+        """Return the groups' rates for the next update."""
         height = self.height(min(self.last_epoch / self.total_updates, 1.0))
         factor = self.floor + (1.0 - self.floor) * height
         return [rate * factor for rate in self.base_lrs]

@@ -120,7 +120,7 @@ class BatchLosses:
         self._sum = total
 
     def take(self) -> list[tuple[int, float]]:
-        """The batches and losses since the last call, with one read from the device.
+        """Return the batches and losses since the last call, with one read from the device.
 
         A batch in which nothing counts has `EMPTY_MEAN`.
         """
@@ -142,7 +142,9 @@ class BatchLosses:
         ]
 
     def state(self) -> dict[str, Any]:
-        """The losses since the last call of `take`, as plain data. They stay for the next one."""
+        """Return the losses since the last call of `take`, as plain data. They stay for the next
+        one.
+        """
         self._read = self.take()
         losses = [[batch, None if loss is EMPTY_MEAN else loss] for batch, loss in self._read]
         return {"losses": losses, "sum": self._sum}
@@ -232,12 +234,12 @@ class NormMonitor(Callback):
         self.norms = state["norms"].tolist() if "norms" in state else []
 
     def _of_epoch(self) -> list[float]:
-        """The norms of the epoch's updates so far, including those before a resume."""
+        """Return the norms of the epoch's updates so far, including those before a resume."""
         norms = self._taken()
         return self._before + (torch.stack(norms).tolist() if norms else [])
 
     def _taken(self) -> list[torch.Tensor]:
-        """The norms of the updates that this fit has made in this epoch."""
+        """Return the norms of the updates that this fit has made in this epoch."""
         norms: list[torch.Tensor] | None = self.model._fitkit.fit_state.grad_norms
         return [] if norms is None else norms
 
@@ -516,7 +518,7 @@ class DetectNonFinite(_Detector):
                 )
 
     def _net(self) -> torch.nn.Module:
-        """The module whose names users know."""
+        """Return the module whose names users know."""
         net: torch.nn.Module | None = self.model.net
         return self.model if net is None else net
 
@@ -561,7 +563,7 @@ class DetectNonFinite(_Detector):
                 return
 
     def state_dict(self) -> dict[str, Any]:
-        """The finding, and what every rank has seen since the last check.
+        """Return the finding, and what every rank has seen since the last check.
 
         Ranks:
             Collective.

@@ -168,7 +168,9 @@ def device_count() -> int | None:
 
 @contextlib.contextmanager
 def _named(world: World, local_ranks: int) -> Iterator[None]:
-    """The variables by which a runtime knows its process; a launcher's own would mean another."""
+    """Give the variables by which a runtime knows its process; a launcher's own would mean
+    another.
+    """
     variables = {
         "RANK": world.rank,
         "WORLD_SIZE": world.size,

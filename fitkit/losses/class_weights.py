@@ -99,7 +99,7 @@ class ClassWeights:
             self._warn(found.tolist(), "y has")
 
     def __call__(self, target: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        """The weights of the labels in a batch, multiplied by `weight` if there is one.
+        """Return the weights of the labels in a batch, multiplied by `weight` if there is one.
 
         Shapes: those of the labels, (N,), (N, 1) or (N, ...); with a weight of more dimensions,
         that weight's.

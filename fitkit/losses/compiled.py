@@ -69,7 +69,7 @@ class Term:
 
 
 def total_of(terms: list[Term]) -> torch.Tensor:
-    """The sum of several outputs' losses by their loss weights."""
+    """Return the sum of several outputs' losses by their loss weights."""
     values = [t.value if t.scale == 1.0 else t.scale * t.value for t in terms]
     return functools.reduce(torch.add, values)
 
@@ -115,7 +115,7 @@ class _Plan:
         return [(part, predictions[part.output], targets[part.output]) for part in self.parts]
 
     def targets(self, target: Any) -> dict[Any, Any]:
-        """The target of each trained output; None for one that has none."""
+        """Return the target of each trained output; None for one that has none."""
         if self.is_whole:
             return {None: target}
         trained = self.trained
@@ -123,7 +123,7 @@ class _Plan:
         return {name: given.get(name) for name in trained}
 
     def weights(self, weight: Any) -> dict[Any, Any]:
-        """The sample weights of each part; parts without any are left out."""
+        """Return the sample weights of each part; parts without any are left out."""
         if self.is_whole:
             return {None: weights_by_output(weight, ONE_OUTPUT, [SINGLE]).get(SINGLE)}
         return weights_by_output(weight, self.outputs, self.trained, self.trained)
@@ -157,7 +157,7 @@ class CompiledLoss:
         self._forget()
 
     def begin(self) -> CompiledLoss:
-        """This loss for one call of a verb, so that calls can nest."""
+        """Return this loss for one call of a verb, so that calls can nest."""
         fresh = copy.copy(self)
         fresh._forget()
         return fresh
@@ -198,7 +198,8 @@ class CompiledLoss:
     def computed(
         self, prediction: Any, target: Any, weight: Any, *, counts: bool, is_part: bool = False
     ) -> tuple[torch.Tensor, Count, list[Term]]:
-        """A batch's loss, what its mean was taken over, and its terms if there are several losses.
+        """Return a batch's loss, what its mean was taken over, and its terms if there are several
+        losses.
 
         Args:
             counts: whether to say what means were taken over; otherwise None, for the samples.
@@ -224,7 +225,7 @@ class CompiledLoss:
         return self._losses if isinstance(self._losses, OwnLoss) else None
 
     def counts(self, target: Any) -> list[Count]:
-        """What each loss's mean is taken over, of a batch whose forward hasn't run."""
+        """Return what each loss's mean is taken over, of a batch whose forward hasn't run."""
         assert self._plan is not None
         targets = self._plan.targets(target)
         return [
@@ -232,7 +233,7 @@ class CompiledLoss:
         ]
 
     def terms(self, prediction: Any, target: Any, weight: Any, *, is_part: bool) -> list[Term]:
-        """The several losses of a batch, each with what its mean was taken over."""
+        """Return the several losses of a batch, each with what its mean was taken over."""
         return self._terms(prediction, target, weight, counts=True, is_part=is_part)
 
     def _terms(
@@ -258,7 +259,8 @@ class CompiledLoss:
         return found
 
     def of_each(self, targets: list[Any]) -> Callable[[Any, Any], torch.Tensor] | None:
-        """A function that gives each sample's loss (N,), whose mean over any samples is the loss.
+        """Return a function that gives each sample's loss (N,), whose mean over any samples is the
+        loss.
 
         Args:
             targets: all that there will be, as far as they are known.
@@ -278,7 +280,8 @@ class CompiledLoss:
         return any(loss.has_user_code for loss in self._all)
 
     def hint(self, output: Hashable, net: torch.nn.Module | None = None) -> LossHint:
-        """What `output`'s loss says of its numbers; before `check` that of a net with one output.
+        """Return what `output`'s loss says of its numbers; before `check` that of a net with one
+        output.
 
         The hint is empty where there is no loss, or where it isn't known yet. Where it lacks the
         axis of classes, the last layer of a `net` with one output says it.
@@ -337,7 +340,8 @@ class CompiledLoss:
             class_weights.begin(part.loss.labels(prediction, target), target, values)
 
     def weigh(self, target: Any, weight: Any) -> Any:
-        """The weights of a batch that was computed, for metrics: the classes' weights included.
+        """Return the weights of a batch that was computed, for metrics: the classes' weights
+        included.
 
         Raises:
             ConfigurationError: the batch's labels can't be read as the first batch's.
@@ -383,7 +387,7 @@ class CompiledLoss:
     def __call__(
         self, prediction: Any, target: Any, weight: Any = None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss of a batch.
+        """Return the loss of a batch.
 
         Args:
             prediction: what the net gave.
@@ -474,7 +478,7 @@ class CompiledLoss:
 
 
 def _parts_of(output: Hashable, losses: Any, scales: Any) -> list[_OutputLoss]:
-    """The losses of one output with their loss weights."""
+    """Return the losses of one output with their loss weights."""
     if not losses:
         return []
     one = losses if isinstance(losses, list) else [losses]
@@ -537,7 +541,7 @@ def _of(given: list[Any] | dict[Hashable, Any]) -> Iterable[Any]:
 
 
 def _plain(tree: Any, convert: Callable[[Any], Any]) -> Any:
-    """A tree of dicts and lists, whatever it was made of, with its leaves converted."""
+    """Return a tree of dicts and lists, whatever it was made of, with its leaves converted."""
     if isinstance(tree, Mapping):
         return {key: _plain(value, convert) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
@@ -546,7 +550,7 @@ def _plain(tree: Any, convert: Callable[[Any], Any]) -> Any:
 
 
 def _structured(value: Any, outputs: Outputs, what: str) -> dict[Any, Any]:
-    """A list or dict by output names, also for a net with one output."""
+    """Return a list or dict by output names, also for a net with one output."""
     if len(outputs.names) == 1 and isinstance(value, (list, dict)) and len(value) != 1:
         raise ConfigurationError(
             f"{what} has {len(value)} entries, but the net has one output. Give one."

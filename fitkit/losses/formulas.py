@@ -37,7 +37,7 @@ def elements(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
 
 
 def vectors(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
-    """A target vector for each predicted vector: (N, ..., D) both.
+    """Return a target vector for each predicted vector: (N, ..., D) both.
 
     Raises:
         ConfigurationError: the shapes differ.
@@ -95,7 +95,7 @@ def last_axis_indices(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
 
 
 def index_lists(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
-    """Lists of class indices, ended by -1, for scores of the same shape (N, C): int64.
+    """Return lists of class indices, ended by -1, for scores of the same shape (N, C): int64.
 
     Raises:
         ConfigurationError: the shapes differ.
@@ -122,7 +122,7 @@ def _different_shapes(prediction: torch.Tensor, target: torch.Tensor) -> Configu
 
 
 def full(prediction: torch.Tensor) -> torch.Tensor:
-    """A half-precision prediction as float32; others as they are."""
+    """Return a half-precision prediction as float32; others as they are."""
     return prediction.float() if prediction.dtype in HALF_TYPES else prediction
 
 
@@ -171,7 +171,7 @@ def weighted_mean(
 
 
 def _aligned(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The weight in the shape of the values' first dimensions."""
+    """Return the weight in the shape of the values' first dimensions."""
     shape = tuple(weight.shape)
     count = values.shape[0]
     fits = weight.shape == values.shape[: weight.ndim]
@@ -206,8 +206,8 @@ SIDE_BY_SIDE = Shortcut("scores of few classes with the samples side by side")
 def values_by_class(
     each: LossFunction, prediction: torch.Tensor, target: torch.Tensor
 ) -> torch.Tensor:
-    """A class loss's values. Scores of few classes on the CPU are computed with the samples side by
-    side: 3 % of a small net's evaluation in batches of 32, 4 % in batches of 128.
+    """Return a class loss's values. Scores of few classes on the CPU are computed with the samples
+    side by side: 3 % of a small net's evaluation in batches of 32, 4 % in batches of 128.
     """
     shape = prediction.shape
     is_narrow = len(shape) == 2 and shape[1] < FEW and target.ndim == 1
@@ -256,7 +256,7 @@ class CountedLabels:
         return above or not bool((target == self._ignore_index).any())
 
     def __call__(self, target: torch.Tensor) -> torch.Tensor:
-        """The sum of the labels' weights, without dimensions. Shapes: int64 (N, ...)."""
+        """Return the sum of the labels' weights, without dimensions. Shapes: int64 (N, ...)."""
         counts = target != self._ignore_index
         weight = getattr(self._module, "weight", None)
         if weight is None:

@@ -291,7 +291,7 @@ def check_label_range(
 
 
 def _bounds(labels: torch.Tensor) -> tuple[int, int]:
-    """The least and the greatest label; 0 for none."""
+    """Return the least and the greatest label; 0 for none."""
     if labels.numel() == 0:
         return 0, 0
     low, high = torch.aminmax(labels)
@@ -301,7 +301,7 @@ def _bounds(labels: torch.Tensor) -> tuple[int, int]:
 def count_classes(
     definition: Definition, prediction: torch.Tensor, target: torch.Tensor
 ) -> int | None:
-    """The number of classes, where the targets are class indices; None where they aren't."""
+    """Return the number of classes, where the targets are class indices; None where they aren't."""
     if definition.match is formulas.classes and target.shape == prediction.shape:
         return None
     if definition.match in (formulas.classes, formulas.indices):
@@ -314,7 +314,9 @@ def count_classes(
 def _class_columns(
     definition: Definition, prediction: torch.Tensor, target: torch.Tensor
 ) -> int | None:
-    """The predicted classes, 1 where there is no class axis; None for losses without classes."""
+    """Return the predicted classes, 1 where there is no class axis; None for losses without
+    classes.
+    """
     by_classes = definition.hint.task == "classes" or definition.match is formulas.index_lists
     if not by_classes:
         return None
@@ -329,7 +331,9 @@ def _class_columns(
 
 
 def suspicion(definition: Definition, label: str, prediction: torch.Tensor) -> str | None:
-    """What seems wrong although it may be meant: probabilities where the loss takes logits."""
+    """Return what seems wrong although it may be meant: probabilities where the loss takes
+    logits.
+    """
     if definition.hint.takes != "logits" or definition.twin is None:
         return None
     if definition.hint.task != "classes" and last_operation(prediction) != "Sigmoid":
@@ -358,7 +362,8 @@ def _range(values: torch.Tensor) -> tuple[float, float]:
 
 
 def explained(error: Exception, label: str, prediction: Any, target: Any) -> FitkitError | None:
-    """A clearer error for one that a loss of the user's met; None for what is the user's own.
+    """Return a clearer error for one that a loss of the user's met; None for what is the user's
+    own.
 
     Without a target that is any error. Else it is one of torch's, about shapes and number types, or
     a tensor's use of an output that is none.

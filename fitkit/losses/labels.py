@@ -40,7 +40,7 @@ class Labels:
     rounds: bool = False
 
     def __call__(self, target: torch.Tensor) -> torch.Tensor:
-        """The class numbers, int64."""
+        """Return the class numbers, int64."""
         if self.axis is not None:
             return target.to(torch.float32).argmax(self.axis)
         if self.extra is not None:
@@ -59,7 +59,7 @@ class Labels:
         return wrong.any()
 
     def refusal(self) -> ConfigurationError:
-        """The error for targets that don't fit."""
+        """Return the error for targets that don't fit."""
         if self.axis is not None:
             rows = "one-hot" if self.exact else "shares of classes"
             return ConfigurationError(
@@ -125,7 +125,7 @@ def labels_by_values(prediction: Any, target: Any) -> Labels:
 
 
 def checked(target: Any) -> torch.Tensor:
-    """The target, which must be a tensor."""
+    """Return the target, which must be a tensor."""
     if not isinstance(target, torch.Tensor):
         what = "missing" if target is None else describe(target)
         raise ConfigurationError(
@@ -135,7 +135,7 @@ def checked(target: Any) -> torch.Tensor:
 
 
 def several(target: torch.Tensor) -> ConfigurationError:
-    """The error for several yes/no labels per sample."""
+    """Return the error for several yes/no labels per sample."""
     return ConfigurationError(
         "class_weight gives a sample the weight of its class, but in y of shape "
         f"{tuple(target.shape)} a sample has several labels. Write "
@@ -144,7 +144,7 @@ def several(target: torch.Tensor) -> ConfigurationError:
 
 
 def unclear(target: torch.Tensor) -> ConfigurationError:
-    """The error for targets in which nothing shows where the classes are."""
+    """Return the error for targets in which nothing shows where the classes are."""
     return ConfigurationError(
         f"class_weight needs class numbers or one-hot rows, but y of shape {tuple(target.shape)} "
         f"has other values. {INSTEAD}"

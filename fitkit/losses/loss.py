@@ -29,7 +29,7 @@ Count = float | torch.Tensor | None
 
 
 def checked_count(count: Any, what: str) -> float | torch.Tensor:
-    """What a loss is the mean over, as a number or a tensor on its device.
+    """Return what a loss is the mean over, as a number or a tensor on its device.
 
     Raises:
         ConfigurationError: it isn't one number from 0.
@@ -72,18 +72,18 @@ class Loss(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, prediction: Any, target: Any) -> torch.Tensor:
-        """The mean over the batch, without dimensions."""
+        """Return the mean over the batch, without dimensions."""
 
     @abc.abstractmethod
     def per_sample(self, prediction: Any, target: Any) -> torch.Tensor:
-        """The values before the mean, (N, ...), for weights.
+        """Return the values before the mean, (N, ...), for weights.
 
         Raises:
             ConfigurationError: the loss gives only its mean.
         """
 
     def weighted(self, prediction: Any, target: Any, weight: torch.Tensor) -> torch.Tensor:
-        """The mean over the batch under sample weights (`formulas.weighted_mean`).
+        """Return the mean over the batch under sample weights (`formulas.weighted_mean`).
 
         Raises:
             ConfigurationError: the loss gives only its mean, or the weights' shape doesn't fit.
@@ -99,7 +99,7 @@ class Loss(abc.ABC):
         """
 
     def count_classes(self, prediction: Any, target: Any) -> int | None:
-        """The number of classes where targets are class indices, else None."""
+        """Return the number of classes where targets are class indices, else None."""
         return None
 
     def labels(self, prediction: Any, target: Any) -> Labels:
@@ -127,7 +127,7 @@ class Loss(abc.ABC):
         return False
 
     def count(self, prediction: Any, target: Any, classes: int | None = None) -> Count:
-        """What the mean over a batch was taken over; None for its samples.
+        """Return what the mean over a batch was taken over; None for its samples.
 
         Args:
             prediction: the net's; None for a batch whose forward hasn't run.
@@ -138,7 +138,7 @@ class Loss(abc.ABC):
     def counted(
         self, prediction: Any, target: Any, weight: Any, classes: int | None, *, is_part: bool
     ) -> tuple[torch.Tensor, Count]:
-        """The mean over a batch, and what it was taken over.
+        """Return the mean over a batch, and what it was taken over.
 
         Args:
             weight: the sample weights; None for none.
@@ -404,7 +404,7 @@ class CustomLoss(Loss):
 
 
 def resolve(loss: Any) -> Loss:
-    """The loss that `loss` stands for.
+    """Return the loss that `loss` stands for.
 
     Args:
         loss: a name (`names.py`), a `torch.nn` loss or other module, a torch function such as
@@ -639,7 +639,9 @@ LABELS_RULES = ("aligned", "shifted")
 
 
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, shift: int) -> float:
-    """The mean over all labels that count: of logits (N, T, C), for labels (N, T) `shift` later."""
+    """Return the mean over all labels that count: of logits (N, T, C), for labels (N, T) `shift`
+    later.
+    """
     logits, labels = logits[:, : logits.shape[1] - shift], labels[:, shift:].long()
     rows = max(1, MOST_SCORES // max(1, logits[0].numel()))
     sums = [
@@ -650,7 +652,7 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, shift: int) -> fl
 
 
 def _carried(prediction: Any) -> torch.Tensor | None:
-    """The loss in a net's output: its attribute `loss`, or its key."""
+    """Return the loss in a net's output: its attribute `loss`, or its key."""
     if isinstance(prediction, Mapping):
         value = prediction.get("loss")
     else:
@@ -659,7 +661,7 @@ def _carried(prediction: Any) -> torch.Tensor | None:
 
 
 def _as_returned(prediction: Any) -> str:
-    """What to write for a net that returns its loss, or several of them."""
+    """Return what to write for a net that returns its loss, or several of them."""
     if isinstance(prediction, torch.Tensor) and prediction.ndim == 0:
         return " If this is the loss itself, write loss=lambda output, target: output."
     entries = list(prediction.values()) if isinstance(prediction, Mapping) else []
@@ -672,7 +674,7 @@ def _as_returned(prediction: Any) -> str:
 
 
 def _required(prediction: Any) -> torch.Tensor:
-    """The loss in a net's output.
+    """Return the loss in a net's output.
 
     Raises:
         ConfigurationError: it has none.

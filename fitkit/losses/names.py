@@ -87,7 +87,7 @@ class LossNames(Registry[Definition]):
         )
 
     def __getitem__(self, name: str) -> Definition:
-        """The loss called `name`.
+        """Return the loss called `name`.
 
         Raises:
             ConfigurationError: none is, or it may be one of several.
@@ -283,7 +283,8 @@ KNOWN: dict[type[nn.Module], str] = {
 
 
 def known_module(module: nn.Module) -> Definition | None:
-    """What is known of `module`; None for one that isn't torch's, or has a `forward` of its own.
+    """Return what is known of `module`; None for one that isn't torch's, or has a `forward` of its
+    own.
 
     The mean is `module` itself, bit for bit; with `reduction="none"` the mean of its values, of
     those whose label counts.
@@ -308,7 +309,7 @@ def known_module(module: nn.Module) -> Definition | None:
 
 
 def unreduced(module: nn.Module) -> nn.Module:
-    """A shallow copy with `reduction="none"`; it shares buffers, so both move together."""
+    """Return a shallow copy with `reduction="none"`; it shares buffers, so both move together."""
     twin = copy.copy(module)
     twin.reduction = "none"  # type: ignore[assignment]
     return twin

@@ -90,7 +90,7 @@ def check_no_sum(
 
 
 def sums_over_samples(label: str) -> str:
-    """The refusal of a loss that sums."""
+    """Return the refusal of a loss that sums."""
     return (
         f"{label} sums over the samples of a batch, but fitkit's losses are means: parts of an "
         "update (accumulated batches, ranks) are weighed by their samples, so a sum would count "
@@ -114,7 +114,7 @@ def _grows_evenly(value: Callable[[int], float]) -> bool:
 
 
 def _with_equal_numbers(value: Callable[[int], float]) -> list[float]:
-    """The values for each number of copies, each computed with the same random numbers."""
+    """Return the values for each number of copies, each computed with the same random numbers."""
     drawn = random_state()
     values = []
     for copies in COPIES:
@@ -124,7 +124,7 @@ def _with_equal_numbers(value: Callable[[int], float]) -> list[float]:
 
 
 def _rows(prediction: Any, target: Any) -> int:
-    """The rows of all tensors of a batch; 0 where they differ, or can't be copied."""
+    """Return the rows of all tensors of a batch; 0 where they differ, or can't be copied."""
     found = [leaf for leaf in leaves((prediction, target)) if isinstance(leaf, torch.Tensor)]
     if any(leaf.layout is not torch.strided or leaf.is_nested for leaf in found):
         return 0

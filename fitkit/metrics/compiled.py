@@ -82,7 +82,7 @@ class CompiledMetrics:
         return any(specs.for_several() for specs in self._given)
 
     def begin(self) -> CompiledMetrics:
-        """These metrics for one call, without any samples, so that calls can nest.
+        """Return these metrics for one call, without any samples, so that calls can nest.
 
         The user's torchmetrics objects are copied. The objects themselves stay as they are.
         """
@@ -177,7 +177,7 @@ class CompiledMetrics:
         return stack
 
     def results(self) -> dict[str, Any]:
-        """The values over all samples so far, by name.
+        """Return the values over all samples so far, by name.
 
         Returns:
             Python floats. An array for a metric of several numbers. For a metric that returns a
@@ -186,7 +186,7 @@ class CompiledMetrics:
         return dict(pair for group in self._started() for pair in group.results())
 
     def loss_sums(self) -> tuple[float, float]:
-        """The sum of the losses that `OutputGroup.join_loss` collects, and their number."""
+        """Return the sum of the losses that `OutputGroup.join_loss` collects, and their number."""
         return (0.0, 0) if self.only is None else self.only.loss_sums()
 
     def reset(self) -> None:
@@ -195,7 +195,7 @@ class CompiledMetrics:
             group.reset()
 
     def state(self) -> dict[str, State] | None:
-        """The sums of this rank, as plain data by name; None before `start`."""
+        """Return the sums of this rank, as plain data by name; None before `start`."""
         if self._groups is None:
             return None
         return {k: state for group in self._started() for k, state in group.states().items()}
@@ -251,7 +251,7 @@ class Specs:
         return bool(self._given)
 
     def for_unnamed_output(self) -> list[MetricSpec]:
-        """The metrics of a net with a single output; none if they are for several."""
+        """Return the metrics of a net with a single output; none if they are for several."""
         return self._for_single(SINGLE) or []
 
     def for_several(self) -> bool:
@@ -261,7 +261,7 @@ class Specs:
     def for_outputs(
         self, outputs: Outputs, targets: Mapping[Any, Any]
     ) -> dict[Any, list[MetricSpec]]:
-        """The metrics of each output.
+        """Return the metrics of each output.
 
         Metrics given for several outputs apply to those of them that have targets. A function given
         for a structure of outputs gets all of them. So do the metrics of a structure with one
@@ -311,7 +311,7 @@ class Specs:
         return found
 
     def _for_single(self, output: Hashable) -> list[MetricSpec] | None:
-        """The metrics of a single output; None if they were given for several."""
+        """Return the metrics of a single output; None if they were given for several."""
         given = self._given
         if isinstance(given, list):
             return self._entries(given[0]) if len(given) == 1 else None
@@ -321,7 +321,7 @@ class Specs:
         return self._entries(given)
 
     def _entries(self, given: Any) -> list[MetricSpec]:
-        """The metrics of one output, from what was given for it."""
+        """Return the metrics of one output, from what was given for it."""
         if isinstance(given, _Listed):
             return given.specs
         if isinstance(given, dict) and all(map(_is_one, given.values())):
@@ -335,7 +335,7 @@ class Specs:
         )
 
     def _checked(self, given: Any, *, is_top: bool = True) -> Any:
-        """The given lists and dicts, with `_Listed` for metrics and lists of them."""
+        """Return the given lists and dicts, with `_Listed` for metrics and lists of them."""
         if given is None:
             return None
         if isinstance(given, Mapping):

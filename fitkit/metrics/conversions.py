@@ -78,7 +78,7 @@ class FirstBatch:
         _tensor(self.given[1], "target")
 
     def task(self, force: str = "") -> Task:
-        """The classification task.
+        """Return the classification task.
 
         Args:
             force: `"classes"`: one of C, whatever the loss says; `"entries"`: each entry yes or
@@ -95,7 +95,7 @@ class FirstBatch:
         return self._tasks[force]
 
     def shape_of_task(self, force: str = "") -> Task:
-        """The task; the targets' values are read only where their shape isn't enough."""
+        """Return the task; the targets' values are read only where their shape isn't enough."""
         prediction, target = self.prediction, self.target
         axis = None if force == "entries" else self._class_axis()
         if axis is not None:
@@ -150,7 +150,7 @@ class FirstBatch:
         return self._task("multiclass", target.shape[axis], axis, one_hot=True)
 
     def scale(self, kind: str = "binary") -> str:
-        """What predictions are: as the loss says, else logits or the net's probabilities.
+        """Return what predictions are: as the loss says, else logits or the net's probabilities.
 
         Logits may lie in [0, 1] by chance, so the net's last operation decides there.
         """
@@ -175,12 +175,15 @@ class FirstBatch:
 
 
 def shifted(prediction: Any, target: Any) -> tuple[Any, Any]:
-    """The predictions (N, T - 1, …) of all places but the last, and the next places' labels."""
+    """Return the predictions (N, T - 1, …) of all places but the last, and the next places'
+    labels.
+    """
     return prediction[:, :-1], target[:, 1:]
 
 
 def class_axis(prediction: torch.Size, target: torch.Size, axes: tuple[int, ...]) -> int | None:
-    """The prediction's dimension of classes where the target has labels; None where none fits.
+    """Return the prediction's dimension of classes where the target has labels; None where none
+    fits.
 
     A target's dimension of one entry in that place is no matter.
 
@@ -209,7 +212,7 @@ def same_entries(prediction: Tensor, target: Tensor) -> bool:
 
 
 def mismatch(prediction: Tensor, target: Tensor) -> ConfigurationError:
-    """The error for shapes that torch would broadcast or refuse with less words."""
+    """Return the error for shapes that torch would broadcast or refuse with less words."""
     return ConfigurationError(
         f"the prediction of shape {tuple(prediction.shape)} and the target of shape "
         f"{tuple(target.shape)} do not belong together: shapes must be equal, (N,) and (N, 1), or, "
@@ -274,7 +277,7 @@ def next_places(conversion: Conversion) -> Conversion:
 
 
 def matched(prediction: Tensor, target: Tensor) -> Pair:
-    """The target in the prediction's shape where (N, 1) met (N,); half precision as float32.
+    """Return the target in the prediction's shape where (N, 1) met (N,); half precision as float32.
 
     Raises:
         ConfigurationError: shapes that don't belong together.
@@ -383,7 +386,9 @@ def _probabilities(prediction: Tensor, scale: str, axis: int | None = None) -> T
 
 
 def _axis_in(task: Task, prediction: Tensor, target: Tensor) -> int:
-    """The dimension of classes: in the first batch two may have fitted, and here another alone."""
+    """Return the dimension of classes: in the first batch two may have fitted, and here another
+    alone.
+    """
     last = prediction.ndim - 1
     if task.one_hot or not task.axis <= last > 1:
         return task.axis
@@ -392,7 +397,7 @@ def _axis_in(task: Task, prediction: Tensor, target: Tensor) -> int:
 
 
 def classes_to_axis_1(task: Task, prediction: Tensor, target: Tensor) -> Tensor:
-    """The prediction with its classes in dimension 1."""
+    """Return the prediction with its classes in dimension 1."""
     axis = _axis_in(task, prediction, target)
     return prediction if axis == 1 else prediction.movedim(axis, 1)
 

@@ -133,7 +133,7 @@ class OutputGroup:
         return self._loss is not None
 
     def loss_sums(self) -> tuple[float, float]:
-        """The sum of the losses that were joined, and their number."""
+        """Return the sum of the losses that were joined, and their number."""
         if self._loss is None:
             return 0.0, 0
         with self.up_to_date():
@@ -176,7 +176,7 @@ class OutputGroup:
                 yield from _logged(name, value)
 
     def states(self) -> dict[str, State]:
-        """The sums of each metric, as plain data."""
+        """Return the sums of each metric, as plain data."""
         with self.up_to_date():
             return {name: one.state() for name, one in self.sums.items()}
 
@@ -218,7 +218,7 @@ def _build(spec: MetricSpec, first: FirstBatch) -> Mean | TorchMetric:
 
 
 def _logged(name: str, result: Any) -> Iterator[tuple[str, Any]]:
-    """A result as floats and arrays. A dict becomes one entry per key."""
+    """Yield a result as floats and arrays. A dict becomes one entry per key."""
     if isinstance(result, Mapping):
         for key, value in result.items():
             yield from _logged(f"{name}_{key}", value)

@@ -110,7 +110,7 @@ def absolute_error(prediction: Tensor, target: Tensor) -> Tensor:
 
 
 def symmetric_percentage_error(prediction: Tensor, target: Tensor) -> Tensor:
-    """The absolute error in percent of the mean of both sizes: 0 to 200."""
+    """Return the absolute error in percent of the mean of both sizes: 0 to 200."""
     sizes = (prediction.abs() + target.abs()).clamp(min=EPSILON)
     return 200 * (prediction - target).abs() / sizes
 
@@ -122,12 +122,14 @@ def hinge(prediction: Tensor, target: Tensor) -> Tensor:
 
 
 def squared_hinge(prediction: Tensor, target: Tensor) -> Tensor:
-    """The square of `hinge`."""
+    """Return the square of `hinge`."""
     return hinge(prediction, target).square()
 
 
 def cosine(prediction: Tensor, target: Tensor) -> Tensor:
-    """The cosine of the angle between the vectors in the last dimension: (N, ..., D) → (N, ...)."""
+    """Return the cosine of the angle between the vectors in the last dimension: (N, ..., D) → (N,
+    ...).
+    """
     return functional.cosine_similarity(prediction, target, dim=-1)
 
 
@@ -156,7 +158,7 @@ NAMES: Registry[Named] = Registry(
 
 
 def weightable_names() -> list[str]:
-    """The names that weighted_metrics can have."""
+    """Return the names that weighted_metrics can have."""
     return sorted(name for name in NAMES if NAMES[name].weightable)
 
 

@@ -56,7 +56,7 @@ class Batch:
         return samples_among(self.prediction)
 
     def converted(self, conversion: Conversion) -> tuple[Tensor, Tensor]:
-        """The pair as this conversion gives it."""
+        """Return the pair as this conversion gives it."""
         pair = self._converted.get(conversion)
         if pair is None:
             pair = self._converted[conversion] = conversion(self.prediction, self.target)
@@ -118,7 +118,7 @@ class Mean:
     def _summed(
         self, values: Tensor, target: Tensor, weight: Tensor | None
     ) -> tuple[Tensor | float, Tensor | float]:
-        """The weighted sum of a batch's values (without dimensions) and the weights' sum."""
+        """Return the weighted sum of a batch's values (without dimensions) and the weights' sum."""
         counted = target != IGNORED if self._skip_ignored else None
         if counted is not None and target.shape != values.shape:
             # A value of several entries counts if one of them does.
@@ -152,7 +152,7 @@ class Mean:
         self._is_zero = False
 
     def summed(self) -> Tensor:
-        """The sums of values and of weights so far (2,), in memory of their own."""
+        """Return the sums of values and of weights so far (2,), in memory of their own."""
         sums = self.totals.clone()
         if self._last:
             values, weights = zip(*self._last, strict=True)
@@ -161,7 +161,7 @@ class Mean:
         return sums
 
     def result(self) -> float:
-        """The metric over all samples so far; `EMPTY_MEAN` where nothing counts."""
+        """Return the metric over all samples so far; `EMPTY_MEAN` where nothing counts."""
         if len(self._last) == 1 and self.totals.is_cpu:  # the same without small operations
             value, weight = (0.0, 0.0) if self._is_zero else self.totals.tolist()
             more, counted = self._last[0]
@@ -186,7 +186,7 @@ class Mean:
         return restore
 
     def state(self) -> State:
-        """What was summed up on this rank: plain data that can be sent."""
+        """Return what was summed up on this rank: plain data that can be sent."""
         return {"updated": self.updated, "totals": self.summed().tolist()}
 
     def load_merged(self, states: list[State]) -> None:
@@ -254,7 +254,9 @@ def _sum(parts: tuple[Tensor | float, ...], dtype: torch.dtype) -> Tensor | floa
 
 
 def sample_weights(values: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weights in the values' shape: (N,) weights count for all entries of their sample."""
+    """Return the weights in the values' shape: (N,) weights count for all entries of their
+    sample.
+    """
     if weight.ndim > 1 and weight.numel() == weight.shape[0]:
         weight = weight.reshape(-1)
     if weight.shape != values.shape[: weight.ndim]:

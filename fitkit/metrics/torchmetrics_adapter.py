@@ -102,7 +102,7 @@ class TorchMetric:
         self.samples += batch.samples
 
     def result(self) -> Any:
-        """What the metric computes over all samples so far."""
+        """Return what the metric computes over all samples so far."""
         if self.leader is not None:
             _adopt_state(self.metric, self.leader.metric)
         if _counts_nothing(_inner(self.metric)):
@@ -111,7 +111,7 @@ class TorchMetric:
         return value if self._finish is None else self._finish(value)
 
     def _nothing(self) -> Any:
-        """The result where nothing counts: NaN, in the result's shape."""
+        """Return the result where nothing counts: NaN, in the result's shape."""
         try:
             value = self.metric.compute()
         except (IndexError, RuntimeError, ValueError):  # some compute nothing from no rows
@@ -136,7 +136,7 @@ class TorchMetric:
         return restore
 
     def state(self) -> State:
-        """What was counted on this rank, on the CPU: plain data that can be sent."""
+        """Return what was counted on this rank, on the CPU: plain data that can be sent."""
         if self.leader is not None:
             return {"samples": self.samples}
         return {"samples": self.samples, "states": metric_states(self.metric)}
@@ -158,7 +158,7 @@ class TorchMetric:
 
 
 def metric_states(metric: Metric) -> State:
-    """What a torchmetrics object has counted, on the CPU: plain data that can be sent."""
+    """Return what a torchmetrics object has counted, on the CPU: plain data that can be sent."""
     found: State = {}
     for name in metric._reductions:
         value = getattr(metric, name)
@@ -195,7 +195,8 @@ def _load_metric(metric: Metric, states: list[State]) -> None:
 
 
 def merged_metric_value(metric: Metric, states: list[State]) -> Any:
-    """What a torchmetrics object computes from the states of several ranks; it stays as it is.
+    """Return what a torchmetrics object computes from the states of several ranks; it stays as it
+    is.
 
     Args:
         states: each rank's `metric_states`.
@@ -294,7 +295,9 @@ def is_torchmetric(value: object, class_name: str = "Metric") -> bool:
 
 
 def update_owner(metric: Metric) -> type:
-    """The class whose `update` a metric runs; that of the metric inside a `ClasswiseWrapper`."""
+    """Return the class whose `update` a metric runs; that of the metric inside a
+    `ClasswiseWrapper`.
+    """
     return next(owner for owner in type(_inner(metric)).__mro__ if "update" in vars(owner))
 
 
@@ -307,7 +310,7 @@ def _inner(metric: Metric) -> Metric:
 
 
 def wrap_object(metric: Metric, first: FirstBatch) -> TorchMetric:
-    """A copy of a user's metric, so that calls can nest.
+    """Return a copy of a user's metric, so that calls can nest.
 
     Metrics of `torchmetrics.classification` get probabilities, never logits, and labels in the
     shape that they take; those of `torchmetrics.regression` (N,) beside (N, 1) reconciled; all

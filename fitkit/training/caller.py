@@ -19,7 +19,7 @@ NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
 def signature_of(forward: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters of a net's forward."""
+    """Return the parameters of a net's forward."""
     try:
         if inspect.ismethod(forward):
             found = _parameters(forward.__func__)
@@ -32,7 +32,7 @@ def signature_of(forward: Callable[..., Any]) -> list[inspect.Parameter]:
 
 @functools.lru_cache(maxsize=64)
 def _parameters(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
-    """A function's parameters; looking them up takes 100 µs."""
+    """Return a function's parameters; looking them up takes 100 µs."""
     return tuple(inspect.signature(function).parameters.values())
 
 

@@ -33,7 +33,7 @@ _OBJECT = "an object"
 
 
 def plain_options(optimizer: Optimizer) -> PlainData:
-    """What an optimizer was made with, as plain data; schedulers don't change it."""
+    """Return what an optimizer was made with, as plain data; schedulers don't change it."""
     options = {
         name: float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
         for name, value in optimizer.defaults.items()
@@ -43,7 +43,8 @@ def plain_options(optimizer: Optimizer) -> PlainData:
 
 
 def differences(model: Module, path: str, compiled: object, training: PlainData) -> str:
-    """What of `compile`'s arguments contradicts a checkpoint, and which of both holds; "" if none.
+    """Return what of `compile`'s arguments contradicts a checkpoint, and which of both holds; "" if
+    none.
 
     A model that was never compiled is only to predict, and nothing is said.
 
@@ -70,7 +71,7 @@ def differences(model: Module, path: str, compiled: object, training: PlainData)
 
 
 def _kept_options(optimizers: list[Optimizer], training: PlainData) -> list[str]:
-    """The optimizers' options that the file overrules."""
+    """Return the optimizers' options that the file overrules."""
     found = []
     for optimizer, entry in zip(optimizers, training.get("optimizers", []), strict=False):
         now, then = plain_options(optimizer), entry.get("options", {})
@@ -83,7 +84,7 @@ def _kept_options(optimizers: list[Optimizer], training: PlainData) -> list[str]
 
 
 def _other_arguments(given: dict[str, object], compiled: object) -> list[str]:
-    """The arguments that overrule the file, where both are known."""
+    """Return the arguments that overrule the file, where both are known."""
     named = compiled.get("named") if isinstance(compiled, dict) else None
     if not isinstance(named, dict):
         return []
@@ -98,7 +99,7 @@ def _other_arguments(given: dict[str, object], compiled: object) -> list[str]:
 
 
 def _meaning(name: str, value: object) -> object:
-    """What tells whether two words mean the same."""
+    """Return what tells whether two words mean the same."""
     try:
         if name == "precision":
             return type(resolve_precision(value))
@@ -110,7 +111,7 @@ def _meaning(name: str, value: object) -> object:
 
 
 def _plainer(value: object) -> object:
-    """A value with lists in place of tuples."""
+    """Return a value with lists in place of tuples."""
     return [_plainer(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -272,7 +273,9 @@ def try_scheduler_state(scheduler: Any, state: PlainData, path: str) -> None:
 
 
 def _misfits(found: object, there: object, path: str) -> Iterator[str]:
-    """The parts where the value of a scheduler's state has another type than the current one."""
+    """Yield the parts where the value of a scheduler's state has another type than the current
+    one.
+    """
     if isinstance(there, Counter):  # MultiStepLR's milestones
         counts = [*found, *found.values()] if isinstance(found, Counter) else [found]
         if not all(type(count) is int for count in counts):

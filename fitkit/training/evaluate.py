@@ -156,7 +156,7 @@ def predict_source(model: Module, arguments: EvaluateArguments, copies: HostCopi
 
 
 def in_input_order(everyone: list[list[Any]]) -> Iterator[Any]:
-    """The ranks' outputs in the order of the inputs, without `NoRows`.
+    """Return the ranks' outputs in the order of the inputs, without `NoRows`.
 
     Ranks took batches in turn. Loaders that shard themselves may give unequal numbers.
     """

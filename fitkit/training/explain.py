@@ -160,7 +160,7 @@ def explained(
 
 
 def _of_targets(error: Exception, x: Tree, y: Tree, name: str) -> FitkitError | None:
-    """A clearer error for one that arose in a loss."""
+    """Return a clearer error for one that arose in a loss."""
     text = str(error)
     if y is None or not isinstance(error, (RuntimeError, ValueError, IndexError)):
         return None
@@ -187,7 +187,7 @@ def _of_targets(error: Exception, x: Tree, y: Tree, name: str) -> FitkitError | 
 
 
 def _calls_in(error: Exception, net: AnyCallable) -> Iterator[FrameType]:
-    """The calls of forward, of the net and of its layers, within which an error arose."""
+    """Yield the calls of forward, of the net and of its layers, within which an error arose."""
     modules = {id(module) for module in getattr(net, "modules", list)()}
     step = error.__traceback__
     while step is not None:

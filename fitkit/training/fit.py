@@ -573,7 +573,7 @@ class Fit:
 
 
 def named_values(found: Values, set_name: str) -> Values:
-    """A validation's values by their names in an epoch's logs."""
+    """Return a validation's values by their names in an epoch's logs."""
     named = {validation_name(name, set_name): value for name, value in found.items()}
     # If a step logs both "x" and "val_x", use "val_x".
     own = {name: value for name, value in found.items() if VALIDATION_NAME.match(name)}

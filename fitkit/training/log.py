@@ -102,7 +102,7 @@ class RunningMean:
         self._counts.clear()
 
     def sums(self) -> tuple[float, float]:
-        """The sum over what counted so far, read from the device, and its count."""
+        """Return the sum over what counted so far, read from the device, and its count."""
         if self._values:
             self._fold()
         total = self._read + (0.0 if self._sum is None else self._sum.item())
@@ -112,7 +112,7 @@ class RunningMean:
         )
 
     def result(self) -> float | None:
-        """The mean so far, read from the device; None before the first value.
+        """Return the mean so far, read from the device; None before the first value.
 
         `EMPTY_MEAN` if nothing counted.
         """
@@ -149,7 +149,7 @@ class Running:
         self._value = value if self._value is None else pair(self._value, value)
 
     def state(self) -> tuple[float, float]:
-        """This rank's state, as (number, samples). No samples: nothing."""
+        """Return this rank's state, as (number, samples). No samples: nothing."""
         if self._reduce_fx == "mean":
             return self._mean.sums()
         return (0.0, 0) if self._value is None else (self._value.item(), 1)
@@ -179,7 +179,7 @@ class Entry:
         self.metric: Any = None
 
     def values(self, name: str) -> dict[str, float]:
-        """The values so far, on this rank."""
+        """Return the values so far, on this rank."""
         step, epoch = self.options.names(name)
         found: dict[str, float | None] = {}
         if self.metric is not None:
@@ -193,7 +193,7 @@ class Entry:
         return {key: value for key, value in found.items() if value is not None}
 
     def state(self) -> dict[str, Any]:
-        """What this rank sends to the others."""
+        """Return what this rank sends to the others."""
         latest = None if self.latest is None else float(self.latest)
         return {
             "options": dataclasses.asdict(self.options),
@@ -298,7 +298,7 @@ class Logged:
         }
 
     def state(self) -> dict[str, Any]:
-        """What this rank sends to the others, by name."""
+        """Return what this rank sends to the others, by name."""
         return {name: entry.state() for name, entry in self.entries.items()}
 
     @property
@@ -315,7 +315,7 @@ class Logged:
     def merge(
         self, gathered: list[dict[str, Any]], steps: list[int], ranks: list[int]
     ) -> dict[str, float]:
-        """The values of all ranks together, as far as this rank can compute them.
+        """Return the values of all ranks together, as far as this rank can compute them.
 
         Args:
             gathered: each rank's `state`.
@@ -453,7 +453,7 @@ class Logbook:
         self.joined = []
 
     def sums(self) -> dict[str, tuple[float, float]]:
-        """The sum of the loss and of each of its parts, with what it was taken over."""
+        """Return the sum of the loss and of each of its parts, with what it was taken over."""
         parts = {name: part.sums() for name, part in self.parts.items() if part.last is not None}
         if self.scales or not self._has_loss:
             return parts
@@ -464,7 +464,9 @@ class Logbook:
         return self.loss.last is not None or self.meters.loss_sums()[1] > 0
 
     def _loss_sums(self) -> tuple[float, float]:
-        """The sum of the losses and their number, including those that wait with the metrics."""
+        """Return the sum of the losses and their number, including those that wait with the
+        metrics.
+        """
         (total, count), (more, samples) = self.loss.sums(), self.meters.loss_sums()
         return total + more, count + samples
 
@@ -489,7 +491,7 @@ class Logbook:
 def whole_loss(
     parts: Mapping[str, float | None], scales: dict[str, float], loss: float | None
 ) -> float | None:
-    """The loss of several outputs, from their means, if these are over different things."""
+    """Return the loss of several outputs, from their means, if these are over different things."""
     means = [(scale, parts.get(name)) for name, scale in scales.items()]
     if any(mean is EMPTY_MEAN for _, mean in means):
         return EMPTY_MEAN
@@ -544,7 +546,7 @@ class LazyLogs(MutableMapping[str, Any]):
 def reduced(
     logbook: Logbook, collectives: Collectives, carried: list[dict[str, Any]] | None = None
 ) -> tuple[dict[str, Any], int]:
-    """The logbook's values over the samples of all ranks, the same on each of them.
+    """Return the logbook's values over the samples of all ranks, the same on each of them.
 
     Sums and counts travel, never means: each sample counts once, on whichever rank. A name
     that a rank doesn't have counts no samples there.
@@ -587,7 +589,7 @@ def reduced(
 def _merged(
     logbook: Logbook, collectives: Collectives, gathered: list[dict[str, Any]]
 ) -> tuple[dict[str, Any], int]:
-    """The values and the number of steps, from what each rank has noted."""
+    """Return the values and the number of steps, from what each rank has noted."""
     values = _means([one["sums"] for one in gathered])
     scales = {name: scale for one in gathered for name, scale in one.get("scales", {}).items()}
     loss = whole_loss(values, scales, values.get("loss"))
@@ -645,7 +647,7 @@ def warn_of_empty(values: Mapping[str, Any], when: str) -> bool:
 
 
 def noted_by(logbook: Logbook, steps: int, rank: int) -> dict[str, Any]:
-    """What this rank has noted of a pass, as plain data."""
+    """Return what this rank has noted of a pass, as plain data."""
     return {
         "sums": logbook.sums(),
         "scales": dict(logbook.scales),

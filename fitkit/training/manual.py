@@ -19,7 +19,7 @@ from fitkit.training.own_step import Step, StepContext
 
 
 def nothing_if(loss: torch.Tensor, count: float | torch.Tensor) -> torch.Tensor:
-    """A part's loss; 0 if it is the mean over nothing, which is NaN."""
+    """Return a part's loss; 0 if it is the mean over nothing, which is NaN."""
     if isinstance(count, torch.Tensor):
         return torch.where(count > 0, loss, torch.zeros_like(loss))
     return loss if count else loss.nan_to_num(0.0, 0.0, 0.0)

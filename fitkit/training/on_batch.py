@@ -290,7 +290,7 @@ def _is_as_loaded(x: Tree, y: Any) -> bool:
 
 
 def _loaded_batch(arrays: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-    """A batch of inputs that stay as they are."""
+    """Return a batch of inputs that stay as they are."""
     x, y, sample_weight = arrays
     wide = wide_dtype(dtype)
     parts = [x]

@@ -68,15 +68,15 @@ class StepContext:
 
     @staticmethod
     def moved(own: Callable[..., Any], batch: Any, device: torch.device) -> Any:
-        """A batch moved by a model's own hook."""
+        """Return a batch moved by a model's own hook."""
         return moved_by(own, batch, device)
 
     def transferred(self, batch: Any) -> Any:
-        """A batch moved to the device in fitkit's way."""
+        """Return a batch moved to the device in fitkit's way."""
         return self.compiled.mover.transfer(batch)
 
     def compiled_loss(self, model: Any, batch: Any) -> torch.Tensor:
-        """The compiled loss of a batch that is on the device; compiled metrics count it."""
+        """Return the compiled loss of a batch that is on the device; compiled metrics count it."""
         counts = not self.is_silent and self.batch is not None and self.batch.samples > 0
         found = self.compiled.inside(model, batch, is_part=self.is_part, counts=counts)
         self.inside = found
@@ -84,7 +84,7 @@ class StepContext:
         return found.loss
 
     def compiled_outputs(self, model: Any, batch: Any) -> Any:
-        """The net's outputs for a batch that is on the device."""
+        """Return the net's outputs for a batch that is on the device."""
         return self.compiled.outputs_inside(model, batch)
 
     def begin(self) -> None:
@@ -187,7 +187,7 @@ def step_for(
     name: str = "x",
     source: Source | None = None,
 ) -> tuple[StepContext, Step]:
-    """The step of a stage: `compile`'s, or the model's own where it has hooks for the stage."""
+    """Return a stage's step: `compile`'s, or the model's own where it has hooks for it."""
     compilation = model._fitkit.compilation
     strategy = compilation.strategy
     known = None if source is None else [targets_of(source)]
@@ -223,7 +223,7 @@ def step_for(
 
 
 def predict_step_for(model: Module, source: Source | None = None) -> tuple[StepContext, Step]:
-    """The step of `predict`."""
+    """Return the step of `predict`."""
     wrapped = wrapped_for_evaluation(model)
     _check_undivided(model, wrapped, "predict")
     compiled = CompiledStep(
@@ -334,7 +334,7 @@ class OwnStep:
     def __call__(
         self, batch: Batch, index: int = 0, optimizer_idx: int = 0, *, is_part: bool = False
     ) -> Outcome:
-        """What the model's step gives for a batch.
+        """Return what the model's step gives for a batch.
 
         Args:
             is_part: whether the batch is only a part of an update's samples.
@@ -361,7 +361,7 @@ class OwnStep:
     def again(
         self, batch: Batch, index: int, optimizer_idx: int = 0, *, is_part: bool = False
     ) -> torch.Tensor:
-        """The batch's loss once more (LBFGS computes it several times)."""
+        """Return the batch's loss once more (LBFGS computes it several times)."""
         self.context.is_silent = True
         try:
             loss = self(batch, index, optimizer_idx, is_part=is_part).loss
@@ -395,12 +395,12 @@ class OwnStep:
         """Do nothing: the model's own code computes each loss."""
 
     def arguments(self, index: int, optimizer_idx: int = 0) -> list[int]:
-        """What the model's step wants to know beside the batch."""
+        """Return what the model's step wants to know beside the batch."""
         values = {"batch_idx": index, "optimizer_idx": optimizer_idx}
         return [values[name] for name in self._arguments]
 
     def ended(self, outputs: Any) -> Any:
-        """What the step returned, as its `_step_end` or the replicas' mean makes it."""
+        """Return what the step returned, as its `_step_end` or the replicas' mean makes it."""
         if self._has_end:
             return self._end(outputs)
         if self.wrapped.weights is not None and self._has_loss:
@@ -451,12 +451,12 @@ class OwnStep:
 
 
 def said_count(outputs: Any) -> Any:
-    """What a step's outputs say that the loss is the mean over; None where they don't."""
+    """Return what a step's outputs say that the loss is the mean over; None where they don't."""
     return outputs.get("count") if isinstance(outputs, Mapping) else None
 
 
 def loss_in(outputs: Any) -> Any:
-    """What a step's outputs have as the loss."""
+    """Return what a step's outputs have as the loss."""
     found = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     return getattr(found, "loss", found)  # an object with .loss, as Hugging Face's
 
@@ -486,7 +486,7 @@ class _Loss(torch.Tensor):
 
 
 def _without_gradients(outputs: Any, *, training: bool) -> Any:
-    """A step's outputs without gradients."""
+    """Return a step's outputs without gradients."""
     if training and isinstance(outputs, torch.Tensor):
         return outputs.detach().as_subclass(_Loss)
     return trees.map_leaves(

@@ -210,7 +210,7 @@ class Bundle:
 
 
 def bundle_of(outputs: list[Any], samples: list[int]) -> Bundle:
-    """A bundle with copies of outputs: a net may return its input, or a parameter."""
+    """Return a bundle with copies of outputs: a net may return its input, or a parameter."""
     counted = [output for output, count in zip(outputs, samples, strict=True) if count]
     first = counted[0] if counted else None
     if type(first) is torch.Tensor and all(

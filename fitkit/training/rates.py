@@ -155,8 +155,9 @@ class Rates:
         return self._warm_up is None or self._warm_up.is_over
 
     def state(self) -> PlainData | None:
-        """The warmup's part of a checkpoint. None if it is over, since schedulers move the rates
-        then."""
+        """Return the warmup's part of a checkpoint. None if it is over, since schedulers move the
+        rates then.
+        """
         return None if self._warm_up is None or self._warm_up.is_over else self._warm_up.state()
 
     def end(self) -> None:
@@ -170,7 +171,7 @@ class Rates:
         return any(plan.watches and plan.interval == "step" for plan in self._schedulers)
 
     def after_update_of(self, optimizer: Optimizer) -> Callable[[], object] | None:
-        """The function to call after each update of an optimizer; None if nothing moves."""
+        """Return the function to call after each update of an optimizer; None if nothing moves."""
         own = members_of(optimizer)
         moves = [
             partial(self._follow_step, plan) if plan.watches else plan.stepper()
@@ -222,7 +223,7 @@ class Rates:
                 self._report_missing(plan, names[0], values)
 
     def watched_at_epochs(self) -> list[str]:
-        """The names of the values that schedulers watch at the ends of epochs."""
+        """Return the names of the values that schedulers watch at the ends of epochs."""
         return [self._names_for(plan)[0] for plan, _ in self._at_epochs if plan.watches]
 
     def _validates_later(self, epoch: int) -> bool:
@@ -231,7 +232,9 @@ class Rates:
         return bool(arguments.held_out) and not arguments.validates_after(epoch)
 
     def _names_for(self, plan: PlannedScheduler) -> tuple[str, str]:
-        """The names, as callbacks' `monitor` has them, of what a scheduler watches at epochs."""
+        """Return the names, as callbacks' `monitor` has them, of what a scheduler watches at
+        epochs.
+        """
         watched = plan.monitor or ("val_loss" if self._arguments.held_out else "loss")
         return watched, f"{watched}_epoch"
 
@@ -257,7 +260,7 @@ class Rates:
             self._report_missing(plan, watched, self._step.logbook.results())
 
     def _logged_by_step(self, name: str) -> tuple[float | None, float]:
-        """The last step's value of a name, and its weight in a mean over ranks.
+        """Return the last step's value of a name, and its weight in a mean over ranks.
 
         For the loss and logged values it is the step's; for a metric, the epoch's value so far.
         """
@@ -291,7 +294,7 @@ class Rates:
 
 
 def _warm_up_length(epochs: float | None, span: Span) -> int:
-    """The updates of a warm-up of so many epochs.
+    """Return the updates of a warm-up of so many epochs.
 
     Raises:
         ConfigurationError: the number of updates in an epoch is unknown.
@@ -309,7 +312,8 @@ def _warm_up_length(epochs: float | None, span: Span) -> int:
 
 
 def _part_of_training(part: float, span: Span) -> int:
-    """The updates of a warm-up that is a part of the training. One update is left for the rest.
+    """Return the updates of a warm-up that is a part of the training. One update is left for the
+    rest.
 
     Raises:
         ConfigurationError: the training's length is unknown.
@@ -329,7 +333,7 @@ def _value_in(logs: Values, names: tuple[str, ...]) -> float | None:
 
 
 def schedulers_for(model: Module, span: Span, *, resumes: bool) -> list[PlannedScheduler]:
-    """The schedulers of a fit, over the optimizers, which exist.
+    """Return the schedulers of a fit, over the optimizers, which exist.
 
     A scheduler that gets its length from `fit` (`"cosine"`) is built again for each fit, and
     moved to where the fit begins. All others are built once and continue. They get the states

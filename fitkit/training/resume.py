@@ -70,7 +70,7 @@ def restore_history(history: History, progress: Progress) -> None:
 
 
 def copy_lists(values: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
-    """A copy of a dict of lists, with new lists."""
+    """Return a copy of a dict of lists, with new lists."""
     return {name: list(entries) for name, entries in values.items()}
 
 
@@ -158,7 +158,7 @@ def continue_from(run: Training, progress: Progress) -> None:
     run.stream.take_loader_state(progress.loader)
 
     def steps_here(steps: int) -> int:
-        """A number of steps of the saved training, as steps of as many ranks as now."""
+        """Return a number of steps of the saved training, as steps of as many ranks as now."""
         return -(-steps * progress.shares // run.data_rank_count)
 
     run.steps_before = steps_here(progress.steps)
@@ -199,7 +199,7 @@ def _restore_random_state(run: Training, random: PlainData | None) -> None:
 
 
 def _replicas(run: Training) -> Sequence[torch.device] | None:
-    """The devices of a process that computes on several; None for the rank's own."""
+    """Return the devices of a process that computes on several; None for the rank's own."""
     return run.strategy.devices if run.strategy.replicas > 1 else None
 
 
@@ -226,21 +226,21 @@ def check_data(source: Source, progress: Progress) -> None:
 
 
 def _kind(callback: Callback) -> PlainData:
-    """What identifies a callback: a state is useful only to one that watches the same."""
+    """Return what identifies a callback: a state is useful only to one that watches the same."""
     monitor = getattr(callback, "monitor", None)
     watched = monitor if isinstance(monitor, str) else getattr(monitor, "name", None)
     return {"class": type(callback).__name__, "monitor": watched}
 
 
 def _order_of(source: Source) -> PlainData:
-    """The facts by `ORDER`, of data or of the whole that they are a shard of."""
+    """Return the facts by `ORDER`, of data or of the whole that they are a shard of."""
     whole = source.whole
     values = (whole.batch_size, whole.samples, getattr(whole, "shuffle", None))
     return dict(zip(ORDER, values, strict=True))
 
 
 def facts_of(source: Source) -> PlainData:
-    """The facts that decide the data's order, and that identify the data."""
+    """Return the facts that decide the data's order, and that identify the data."""
     loader = getattr(source.whole, "loader", None)
     if loader is None:
         given = getattr(source.whole, "iterable", source.whole)
@@ -312,7 +312,7 @@ class Saver(Protocol):
 
 
 def checkpoint_to_resume(asked: FilePath | None, callbacks: list[Callback]) -> FilePath | None:
-    """The path of the checkpoint to resume from; None to start from the beginning.
+    """Return the path of the checkpoint to resume from; None to start from the beginning.
 
     Args:
         asked: the argument of `fit`: a path, `"last"` or None.
@@ -336,7 +336,7 @@ def checkpoint_to_resume(asked: FilePath | None, callbacks: list[Callback]) -> F
 
 
 def _newest(savers: Sequence[Saver]) -> str | None:
-    """The newest checkpoint that callbacks know; None if there is none.
+    """Return the newest checkpoint that callbacks know; None if there is none.
 
     Raises:
         CheckpointError: there are some, and all are damaged.

@@ -25,7 +25,7 @@ def needs_graph(optimizer: Optimizer) -> bool:
 def backward_with_graph(
     optimizer: Optimizer, strategy: Strategy, *, scales: bool, is_compiled: bool
 ) -> Callable[..., None]:
-    """What computes gradients that the optimizer can differentiate.
+    """Return what computes gradients that the optimizer can differentiate.
 
     Args:
         scales: whether a scaler changes losses and gradients.
@@ -50,7 +50,7 @@ def backward_with_graph(
 
 
 def explained_step(error: RuntimeError, optimizer: Optimizer) -> ConfigurationError | None:
-    """A clearer error for a step that needs the gradients' graph; None for any other."""
+    """Return a clearer error for a step that needs the gradients' graph; None for any other."""
     if needs_graph(optimizer) or not NEEDS_GRAPH.search(str(error)):
         return None
     kind = type(optimizer).__name__

@@ -194,13 +194,13 @@ class FitArguments:
         return is_due(self.validation_freq, epoch)
 
     def resumed_at(self, progress: Progress) -> FitArguments:
-        """These arguments, to continue where a saved training stopped."""
+        """Return these arguments, to continue where a saved training stopped."""
         return _with(self, resumed=progress, initial_epoch=progress.epoch)
 
     def prepared(
         self, float_dtype: torch.dtype, ranks: int, effective_batch_size: int | None
     ) -> FitArguments:
-        """These arguments with the training's and the validation's sources.
+        """Return these arguments with the training's and the validation's sources.
 
         Args:
             float_dtype: the dtype of the net's parameters.
@@ -246,7 +246,7 @@ class FitArguments:
     def _held_out(
         self, source: Source, validation: Parts, float_dtype: torch.dtype, name: str
     ) -> Source:
-        """A source to validate on, which fits the one to train on."""
+        """Return a source to validate on, which fits the one to train on."""
         held_out = make_source(
             *validation,
             batch_size=self.validation_batch_size or self.batch_size,
@@ -282,7 +282,7 @@ class FitArguments:
             )
 
     def for_other_ranks(self) -> FitArguments:
-        """These arguments for other processes: with sources in place of the user's data."""
+        """Return these arguments for other processes: with sources in place of the user's data."""
         return _with(
             self,
             **dict.fromkeys(("x", "y", "sample_weight", "validation_data", "callbacks")),
@@ -320,14 +320,14 @@ class EvaluateArguments:
     def prepared(
         self, float_dtype: torch.dtype, ranks: int, effective_batch_size: int | None
     ) -> EvaluateArguments:
-        """These arguments with their source. Any number of samples is allowed."""
+        """Return these arguments with their source. Any number of samples is allowed."""
         source = make_source(
             self.x, self.y, self.sample_weight, batch_size=self.batch_size, float_dtype=float_dtype
         )
         return _with(self, source=source)
 
     def for_other_ranks(self) -> EvaluateArguments:
-        """These arguments for other processes."""
+        """Return these arguments for other processes."""
         return _with(
             self,
             **dict.fromkeys(("x", "y", "sample_weight", "callbacks")),
@@ -336,7 +336,7 @@ class EvaluateArguments:
 
 
 def _with(arguments: Arguments, **values: object) -> Arguments:
-    """A copy of a call's arguments with other values, which aren't checked again."""
+    """Return a copy of a call's arguments with other values, which aren't checked again."""
     made = copy.copy(arguments)
     vars(made).update(values)
     return made

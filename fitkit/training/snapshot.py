@@ -97,7 +97,7 @@ def _write(model: Module, path: FilePath, weights: PlainData, state: PlainData |
 def contents(
     model: Module, *, spread: bool = False, trainable_only: bool = False
 ) -> tuple[PlainData, PlainData]:
-    """The content of a checkpoint now: weights, and everything else. The tensors are in use.
+    """Return the content of a checkpoint now: weights, and everything else. The tensors are in use.
 
     Args:
         spread: whether sharded tensors stay sharded, for a folder. Otherwise rank 0 gets them
@@ -124,7 +124,7 @@ def contents(
 
 
 def weights_of(model: Module, *, spread: bool = False, trainable_only: bool = False) -> PlainData:
-    """The evaluation weights. Arguments and ranks are as for `contents`."""
+    """Return the evaluation weights. Arguments and ranks are as for `contents`."""
     collect = _collector(model, spread=spread)
     with model._fitkit.fit_state.evaluated() as train_weights:
         found = collect(_state_dict_of(model, trainable_only))
@@ -132,7 +132,7 @@ def weights_of(model: Module, *, spread: bool = False, trainable_only: bool = Fa
 
 
 def _state_dict_of(model: Module, trainable_only: bool) -> Callable[[], PlainData]:
-    """A function that returns the weights to save."""
+    """Return a function that returns the weights to save."""
     module, strategy = model._weights_module(), model._fitkit.compilation.strategy
     if not trainable_only:
         return module.state_dict
@@ -175,7 +175,7 @@ def _collector(model: Module, *, spread: bool) -> Collect:
 
 
 def _copied(found: Found) -> Found:
-    """A copy that stays when a schedule-free optimizer returns to its training weights."""
+    """Return a copy that stays when a schedule-free optimizer returns to its training weights."""
     copied: Found = map_leaves(
         lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, found
     )
@@ -221,7 +221,7 @@ def training_state(
 
 
 def _losses_of(model: Module) -> list[dict[str, torch.Tensor]]:
-    """The values of each loss that learns, by name. The tensors are in use."""
+    """Return the values of each loss that learns, by name. The tensors are in use."""
     modules = model._fitkit.compilation.loss_modules
     return [
         {
@@ -251,12 +251,12 @@ def _check_losses(model: Module, training: PlainData, path: str) -> None:
 
 
 def _names_of(model: Module) -> dict[int, str]:
-    """The parameters' names, by their identity."""
+    """Return the parameters' names, by their identity."""
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
 def _names_in(optimizer: Optimizer, names: dict[int, str]) -> list[list[str]]:
-    """The names of each group's parameters; "" for one that isn't the model's."""
+    """Return the names of each group's parameters; "" for one that isn't the model's."""
     return [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
 
 
@@ -359,7 +359,7 @@ def _dtypes_and_devices(model: Module) -> list[tuple[torch.dtype, torch.device]]
 def checked_training(
     model: Module, training: PlainData, path: str, targets: Iterable[float] = ()
 ) -> Callable[[], None]:
-    """A function that restores optimizers and schedulers, after a check that they fit.
+    """Return a function that restores optimizers and schedulers, after a check that they fit.
 
     Args:
         targets: the groups' rates after the warm-up, if it isn't over. They get these.
@@ -506,12 +506,12 @@ def named_arguments(model: Module) -> PlainData:
 
 
 def _plain_part(group: PlainData) -> PlainData:
-    """A group's settings that a file can hold."""
+    """Return a group's settings that a file can hold."""
     return {name: value for name, value in group.items() if name != "params" and is_plain(value)}
 
 
 def _made_again(instance: object, model: Module) -> Optimizer | None:
-    """An optimizer that `named_arguments` described; None if its parts aren't the model's.
+    """Return an optimizer that `named_arguments` described; None if its parts aren't the model's.
 
     Raises:
         Exception: of any kind, if the description isn't an optimizer's.
@@ -542,7 +542,7 @@ def _made_again(instance: object, model: Module) -> Optimizer | None:
 def restored_model(
     path: FilePath, net: torch.nn.Module, make: Callable[[torch.nn.Module], Made]
 ) -> Made:
-    """A compiled model as a file describes it.
+    """Return a compiled model as a file describes it.
 
     Args:
         make: a function that returns a model for a net.

@@ -153,7 +153,7 @@ class CompiledStep:
         self.forward: Callable[..., Any] = self.in_precision(forward_of(self.wrapped))
 
     def in_precision(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The same call of the net in the strategy's precision; also traced."""
+        """Return the same call of the net in the strategy's precision; also traced."""
         if self._is_plain:
             return forward
 
@@ -181,7 +181,7 @@ class CompiledStep:
     # ------------------------------------------------------------------ a batch's outcome
 
     def __call__(self, batch: Batch, index: int = 0, *, is_part: bool = False) -> Outcome:
-        """What the net and the loss give for a batch.
+        """Return what the net and the loss give for a batch.
 
         Args:
             is_part: whether the batch is only a part of an update's samples.
@@ -203,7 +203,7 @@ class CompiledStep:
         return outcome
 
     def again(self, batch: Batch, index: int = 0, *, is_part: bool = False) -> torch.Tensor:
-        """The batch's loss again (LBFGS computes it several times)."""
+        """Return the batch's loss again (LBFGS computes it several times)."""
         loss = self(batch, index, is_part=is_part).loss
         assert loss is not None
         return loss
@@ -221,7 +221,8 @@ class CompiledStep:
     def inside(
         self, model: Callable[..., Any], batch: Tree, *, is_part: bool, counts: bool
     ) -> Outcome:
-        """The outcome of a batch inside a step of the model's own. Only the metrics record it.
+        """Return the outcome of a batch inside a step of the model's own. Only the metrics record
+        it.
 
         Args:
             model: the model, or one of its replicas.
@@ -262,7 +263,9 @@ class CompiledStep:
     def compute(
         self, forward: Callable[..., Any], x: Tree, y: Tree, weight: Tree, *, is_part: bool = False
     ) -> Outcome:
-        """The outcome of a batch's parts, by a way to call the net in the right precision."""
+        """Return the outcome of a batch's parts, by a way to call the net in the right
+        precision.
+        """
         if not self.checked:
             self._check_batch(x, y, weight)
         try:
@@ -444,7 +447,9 @@ class CompiledStep:
             ask_for_rows(own, computed, outputs, x, y, is_part=is_part)
 
     def counts_of(self, batch: Batch) -> list[float]:
-        """What each output's mean will be taken over, for a batch that isn't computed yet."""
+        """Return what each output's mean will be taken over, for a batch that isn't computed
+        yet.
+        """
         assert self.loss is not None
         _, y, _ = self._unpack(batch.data)
         samples, counts = batch.samples, self.loss.counts(trees.map_leaves(torch.as_tensor, y))
@@ -473,7 +478,7 @@ def labels_inside(x: Tree) -> Any:
 
 
 def unpacker_of(model: Module, name: str | None = None) -> Callable[[Any], tuple[Any, Any, Any]]:
-    """The function that splits a model's batches into inputs, targets and weights.
+    """Return the function that splits a model's batches into inputs, targets and weights.
 
     This is `unpack_batch`, or one that finds the targets of `compile(target=…)` among a dict's
     entries or an object's attributes. An object goes to the net whole.
@@ -510,7 +515,7 @@ def unpacker_of(model: Module, name: str | None = None) -> Callable[[Any], tuple
 
 
 def counter_of(model: Module) -> Callable[[Any], int]:
-    """What counts the samples of a model's batches. Entries that disagree are said once."""
+    """Return what counts the samples of a model's batches. Entries that disagree are said once."""
     compilation, doubts = model._fitkit.compilation, model._fitkit.doubts
     speaks = compilation.strategy.collectives.rank == 0
     unpack = None if compilation.given.target is None else unpacker_of(model)
@@ -588,7 +593,7 @@ def is_plain_wrapper(model: nn.Module) -> bool:
 
 
 def mover_of(model: Module) -> Mover:
-    """The mover of batches to the model's device, in the model's dtype."""
+    """Return the mover of batches to the model's device, in the model's dtype."""
     compilation = model._fitkit.compilation
     strategy, word = compilation.strategy, compilation.given.memory_format
     format_of_images = None if word is None else MEMORY_FORMATS[word]

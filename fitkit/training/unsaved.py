@@ -27,7 +27,7 @@ def note(model: Module) -> None:
 
 
 def changed(model: Module) -> dict[str, torch.Tensor]:
-    """The buffers that aren't as they were noted, by name. The tensors are in use."""
+    """Return the buffers that aren't as they were noted, by name. The tensors are in use."""
     noted = model._fitkit.fit_state.unsaved
     if noted is None:
         return {}

@@ -125,7 +125,9 @@ def _is_named(model: Module) -> bool:
 
 
 def count_in(batch: Batch, count: Count) -> float | torch.Tensor:
-    """What a loss counts for: what it is the mean over, and nothing in a batch that only fills."""
+    """Return what a loss counts for: what it is the mean over, and nothing in a batch that only
+    fills.
+    """
     return batch.samples if count is None or not batch.samples else count
 
 

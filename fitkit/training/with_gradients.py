@@ -23,7 +23,7 @@ NO_GRAPH = re.compile(r"does not require grad")
 
 
 def wrapped_for_evaluation(model: Module) -> WrappedModel:
-    """The model as its strategy evaluates it, with gradients if it is known to need them."""
+    """Return the model as its strategy evaluates it, with gradients if it is known to need them."""
     wrapped: WrappedModel = model._fitkit.compilation.strategy.wrap_for_evaluation(model)
     if model._fitkit.needs_gradients and wrapped.is_bare:
         wrapped.wrapper = WithGradients(wrapped.call)

@@ -206,7 +206,9 @@ def _serve(cluster: Cluster, port: int, patience: Patience) -> TCPStore:
 
 
 def _listen_here_only(cluster: Cluster, port: int) -> socket.socket | None:
-    """A socket for processes that look for rank 0 on this machine; None where others may, too."""
+    """Return a socket for processes that look for rank 0 on this machine; None where others may,
+    too.
+    """
     address = cluster.master_address
     is_left_in_a_file = address is None and cluster.launcher != "horovodrun"
     if cluster.num_nodes > 1 or not (is_left_in_a_file or address in ("127.0.0.1", "localhost")):
@@ -228,7 +230,7 @@ def _connect(cluster: Cluster, port: int, patience: Patience) -> TCPStore:
 
 
 def _follow(address: SharedAddress, cluster: Cluster, patience: Patience) -> TCPStore:
-    """The server at the address that rank 0 left; one from an earlier run leads nowhere."""
+    """Return the server at the address that rank 0 left; one from an earlier run leads nowhere."""
     reason = "rank 0 wrote no address there"
     while patience.remains():
         left = address.read()
@@ -242,7 +244,7 @@ def _follow(address: SharedAddress, cluster: Cluster, patience: Patience) -> TCP
 
 
 def _try(host: str, port: int, patience: Patience) -> tuple[TCPStore | None, str]:
-    """A connection, or None and the reason.
+    """Return a connection, or None and the reason.
 
     Asked with a plain socket first: TCPStore prints pages of C++ stacks while nobody listens.
     """
@@ -286,7 +288,7 @@ class Address(NamedTuple):
 
 
 def shared_address(cluster: Cluster, environment: Environment) -> SharedAddress:
-    """What a cluster without an address can use.
+    """Return what a cluster without an address can use.
 
     Raises:
         ConfigurationError: there is none, so the address has to be given.
@@ -389,7 +391,7 @@ SharedAddress = AddressFile | AddressOnServer
 
 
 def launch_name(environment: Environment) -> str:
-    """A name that the processes of one launch share, and no other launch here has.
+    """Return a name that the processes of one launch share, and no other launch here has.
 
     Open MPI gives one; of the others, all processes descend from one that the launcher keeps
     on each node, the nearest without a rank. (The parent may be a shell of the process's own.)
@@ -402,7 +404,9 @@ def launch_name(environment: Environment) -> str:
 
 
 def _nearest_without(*variables: str) -> int:
-    """The nearest ancestor that was started without these variables, or can't be looked at."""
+    """Return the nearest ancestor that was started without these variables, or can't be looked
+    at.
+    """
     process = os.getppid()
     marks = [f"{name}=".encode() for name in variables]
     while process > 1:

@@ -167,7 +167,7 @@ class Meeting:
     def _incomplete(
         self, missing: list[int], failure: Failure | None, count: int | None = None
     ) -> WorkerError:
-        """The error of a meeting to which not all have come.
+        """Return the error of a meeting to which not all have come.
 
         Args:
             missing: ranks.
@@ -190,7 +190,7 @@ class Meeting:
 
 
 def _ended(common: Store, rank: int) -> Failure | None:
-    """The failure of a rank that has said at its end that it won't come."""
+    """Return the failure of a rank that has said at its end that it won't come."""
     if not common.check([f"ended/{rank}"]):
         return None
     return Failure(

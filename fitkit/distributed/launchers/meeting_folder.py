@@ -24,7 +24,7 @@ from fitkit.errors import ConfigurationError, WorkerError
 
 
 def private_folder() -> Path:
-    """This user's own folder for short-lived files; nobody else can read or plant one.
+    """Return this user's own folder for short-lived files; nobody else can read or plant one.
 
     Raises:
         ConfigurationError: someone else has made a folder of that name.
@@ -52,7 +52,7 @@ def is_private(folder: Path) -> bool:
 
 
 def process_name(process: int) -> str:
-    """A process's number and when it started: numbers are used again."""
+    """Return a process's number and when it started: numbers are used again."""
     try:
         return f"{process}-{_status(process)[19]}"
     except (OSError, IndexError):
@@ -60,12 +60,12 @@ def process_name(process: int) -> str:
 
 
 def parent_of(process: int) -> int:
-    """The process that started another; an OSError where that can't be looked at."""
+    """Return the process that started another; an OSError where that can't be looked at."""
     return int(_status(process)[1])
 
 
 def _status(process: int) -> list[str]:
-    """The fields of /proc/N/stat after the name, which may hold blanks: state, parent, …"""
+    """Return the fields of /proc/N/stat after the name, which may hold blanks: state, parent, …"""
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 
 
@@ -95,7 +95,7 @@ class MeetingFolder:
 
     @classmethod
     def make(cls) -> MeetingFolder:
-        """A new one, to be removed by this process.
+        """Return a new one, to be removed by this process.
 
         Raises:
             ConfigurationError: files can't be locked there.
@@ -118,13 +118,13 @@ class MeetingFolder:
         return made
 
     def store(self, call: int) -> Store:
-        """The store of a call, or 0 for that of all calls."""
+        """Return the store of a call, or 0 for that of all calls."""
         store = FileStore(str(self.path / str(call)), -1)
         store.set_timeout(timedelta(seconds=LOST_S))
         return store
 
     def next_store(self) -> Store:
-        """The store of the next call, where each process counts its calls.
+        """Return the store of the next call, where each process counts its calls.
 
         Raises:
             WorkerError: the folder has gone with the process that made it.

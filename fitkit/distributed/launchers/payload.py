@@ -72,7 +72,8 @@ class Payload:
 
 
 def load(data: bytes, files: list[int]) -> tuple[Any, dict[str, Any]]:
-    """The value of a payload, in a worker, and the classes and functions of the script by name.
+    """Return the value of a payload, in a worker, and the classes and functions of the script by
+    name.
 
     Args:
         data: the pickle.
@@ -179,7 +180,7 @@ def _parametrize(module: torch.nn.Module, attributes: dict[str, Any]) -> None:
 
 
 def _anonymous_file() -> int:
-    """A file without a name: nothing is left behind, however the processes end."""
+    """Return a file without a name: nothing is left behind, however the processes end."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("fitkit")
     with tempfile.TemporaryFile() as stream:
@@ -231,7 +232,7 @@ def _unsendable(parts: Mapping[str, Any], error: Exception) -> ConfigurationErro
 
 
 def _culprit(value: Any, path: str, seen: set[int], depth: int) -> tuple[str, Any]:
-    """The deepest part of a value that can't be pickled, and the way to it."""
+    """Return the deepest part of a value that can't be pickled, and the way to it."""
     seen.add(id(value))
     if depth < 12:
         for step, part in _parts(value):

@@ -88,7 +88,7 @@ class ShownOutput:
         self._thread.start()
 
     def words(self) -> str:
-        """The end of what the process wrote to its standard error."""
+        """Return the end of what the process wrote to its standard error."""
         return self._words.decode(errors="replace")
 
     def wait(self) -> None:
@@ -147,7 +147,7 @@ def _write(name: str, lines: list[str]) -> None:
 
 
 def _as_on_a_terminal(line: bytes) -> str:
-    """A line as one would see it: what stands after its last return to the margin."""
+    """Return a line as one would see it: what stands after its last return to the margin."""
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
 
 
@@ -304,7 +304,7 @@ class RankProcess:
         return Failure(self.rank, what, self.words())
 
     def words(self) -> str:
-        """The end of what it wrote to its standard error."""
+        """Return the end of what it wrote to its standard error."""
         if self._shown is not None:
             return self._shown.words()
         with contextlib.suppress(OSError, ValueError):
@@ -325,7 +325,9 @@ class OtherRanks:
     prints = True
 
     def lost(self) -> Failure | None:
-        """The failure of a rank that has ended; None where none has, or nobody here can know."""
+        """Return the failure of a rank that has ended; None where none has, or nobody here can
+        know.
+        """
         return None
 
     def during_call(self) -> AbstractContextManager[Any]:

@@ -130,7 +130,7 @@ class RankLauncher:
     def _together(
         self, verb: str, function: Callable[..., Result], arguments: tuple[Any, ...]
     ) -> Result:
-        """A call for which the ranks meet, and enter a process group."""
+        """Return a call for which the ranks meet, and enter a process group."""
         self._store, self._done = None, {}
         rank, size = self.strategy.world.rank, self.strategy.world.size
         with self.others.during_call():
@@ -184,7 +184,7 @@ class RankLauncher:
             raise WorkerError(problem, 0)
 
     def _awaited(self, store: Store, key: str) -> str:
-        """What rank 0 says at its work's end: nothing where that went well."""
+        """Return what rank 0 says at its work's end: nothing where that went well."""
         patience = Patience(self.timeout.total_seconds(), 0.05, self.strategy.world.size)
         try:
             while not store.check([key]):
@@ -217,7 +217,7 @@ class RankLauncher:
         return Meeting(place.rank, place.size, verb, self.timeout, where).in_part_of(store)
 
     def _inside(self, function: Callable[..., Result], arguments: tuple[Any, ...]) -> Result:
-        """A call inside a call, by a callback for another model: all ranks are here."""
+        """Return a call inside a call, by a callback for another model: all ranks are here."""
         self.strategy.join()
         try:
             return function(*arguments)

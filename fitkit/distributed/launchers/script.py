@@ -82,7 +82,9 @@ class ScriptLauncher(RankLauncher):
 
 
 def what_runs_instead_of_a_script() -> str | None:
-    """What this process runs, where that is no script that could be started again, else None."""
+    """Return what this process runs, where that is no script that could be started again, else
+    None.
+    """
     main = sys.modules.get("__main__")
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is not None:
@@ -204,7 +206,7 @@ class JoinedRanks(OtherRanks):
 
 
 def _free_port() -> int:
-    """A port of this machine for the script's own process groups."""
+    """Return a port of this machine for the script's own process groups."""
     # A script that a rank of another script started has that script's port.
     inherited = bool(os.environ.get("FITKIT_LAUNCHED"))
     wanted = "" if inherited else os.environ.get("MASTER_PORT", "").strip()
@@ -222,7 +224,7 @@ _ranks: ScriptRanks | JoinedRanks | None = None
 
 
 def ranks_of_script(size: int, shows_output: bool = False) -> ScriptRanks | JoinedRanks:
-    """This script's ranks; started, where they aren't yet.
+    """Return this script's ranks; started, where they aren't yet.
 
     Args:
         size: how many.

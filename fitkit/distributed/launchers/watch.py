@@ -65,7 +65,7 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        """That of an exception on a rank; a `WorkerError` tells of another's itself."""
+        """Return that of an exception on a rank; a `WorkerError` tells of another's itself."""
         if isinstance(error, WorkerError):
             return cls(error.rank, str(error), error.remote_traceback)
         line = "".join(traceback.format_exception_only(error)).strip()
@@ -75,7 +75,7 @@ class Failure:
 
     @classmethod
     def first(cls, store: Store) -> Failure | None:
-        """The one that was written down first; None where none was."""
+        """Return the one that was written down first; None where none was."""
         return cls(*json.loads(store.get("failed"))) if store.check(["failed"]) else None
 
     def write(self, store: Store) -> Failure:
@@ -84,7 +84,7 @@ class Failure:
         return Failure(*json.loads(store.compare_set("failed", "", text)))
 
     def as_error(self, before: str = "") -> WorkerError:
-        """The error that tells of it, on another rank.
+        """Return the error that tells of it, on another rank.
 
         Args:
             before: what its message begins with.
@@ -245,7 +245,7 @@ class Watch:
         return [*self._silent(ranks[:middle]), *self._silent(ranks[middle:])]
 
     def _missing(self, ranks: list[int]) -> Failure:
-        """The failure of ranks that neither failed nor saw an exchange fail."""
+        """Return the failure of ranks that neither failed nor saw an exchange fail."""
         stacks = {
             rank: self._store.get(f"stack/{rank}").decode()
             for rank in ranks[:SHOWN]
@@ -283,7 +283,7 @@ class Watch:
 
 
 def broken_exchange(rank: int, error: BaseException, watch: Watch) -> Failure:
-    """The failure of ranks whose exchange broke although none of them failed.
+    """Return the failure of ranks whose exchange broke although none of them failed.
 
     Args:
         rank: of this process.
@@ -334,6 +334,6 @@ def shows_broken_exchange(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """What torch says, without the place in its C++ source."""
+    """Return what torch says, without the place in its C++ source."""
     line = (str(error) or type(error).__name__).splitlines()[0]
     return re.sub(r"^\[\S+:\d+\] ", "", line).rstrip(".")

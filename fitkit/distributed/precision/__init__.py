@@ -79,7 +79,7 @@ EIGHT_BITS = ("8", "fp8", "float8", "int8", "transformerengine", "te")
 
 
 def resolve_precision(precision: object) -> Precision:
-    """The precision that a word, a number of bits or an object means.
+    """Return the precision that a word, a number of bits or an object means.
 
     Args:
         precision: a name in any case, 16, 32 or 64, or a `Precision`.

@@ -69,7 +69,9 @@ class Precision:
         restore_dtypes(module)
 
     def input_dtype(self, module: nn.Module) -> torch.dtype:
-        """The dtype that floating inputs get before a step, even before `convert` was called."""
+        """Return the dtype that floating inputs get before a step, even before `convert` was
+        called.
+        """
         return own_dtype(module)
 
     def autocast(self, device_type: str) -> AbstractContextManager[Any]:
@@ -256,7 +258,7 @@ def restore_dtypes(module: nn.Module) -> None:
 
 
 def own_dtype(module: nn.Module) -> torch.dtype:
-    """The dtype of the module's floating parameters when nothing has cast them.
+    """Return the dtype of the module's floating parameters when nothing has cast them.
 
     For a module without any: that of its complex parameters' parts, else torch's default.
     """
@@ -300,7 +302,9 @@ def _matched(value: Any, device: torch.device, dtype: torch.dtype | None, on_dev
 
 
 def _own(module: nn.Module, name: str, tensor: torch.Tensor) -> torch.dtype:
-    """The dtype that a tensor had before `cast`, or its current one if `cast` didn't set that."""
+    """Return the dtype that a tensor had before `cast`, or its current one if `cast` didn't set
+    that.
+    """
     record: tuple[torch.dtype | None, dict[str, torch.dtype]] = vars(module).get(CAST, (None, {}))
     cast_to, own = record
     return own.get(name, tensor.dtype) if tensor.dtype is cast_to else tensor.dtype
@@ -336,7 +340,7 @@ def change_layer(layer: nn.Module, made: nn.Module) -> None:
 
 
 def changed_layers(module: nn.Module) -> list[Any]:
-    """The layers that are changed now."""
+    """Return the layers that are changed now."""
     return [layer for layer in modules_of(module) if CHANGED in vars(layer)]
 
 

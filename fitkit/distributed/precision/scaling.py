@@ -51,7 +51,7 @@ class Scaling:
         self._overcounted = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """What another process needs, where there are other optimizers."""
+        """Return what another process needs, where there are other optimizers."""
         self._settle()
         return {**self.__dict__, "_unscaled": set(), "_stepped": set()}
 
@@ -119,7 +119,7 @@ class Scaling:
         self._unscaled.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale, its growth, and how many counted updates turned out to be left out."""
+        """Return the scale, its growth, and how many counted updates turned out to be left out."""
         self._settle()
         return {"scaler": self.scaler.state_dict(), "overcounted": self._overcounted}
 

@@ -187,7 +187,7 @@ class OptimizerInPlace(InPlace):
         ]
 
     def _whole_states(self, *, wanted: bool) -> dict[torch.Tensor, Any]:
-        """The whole states of its own parameters, to continue with.
+        """Return the whole states of its own parameters, to continue with.
 
         Ranks:
             Collective.
@@ -195,7 +195,7 @@ class OptimizerInPlace(InPlace):
         raise NotImplementedError
 
     def _states_for_dict(self) -> dict[torch.Tensor, Any]:
-        """The whole states of the parameters that it holds now, for a state dict.
+        """Return the whole states of the parameters that it holds now, for a state dict.
 
         Ranks:
             Collective.
@@ -223,7 +223,7 @@ def is_spread(value: Any) -> bool:
 
 
 def whole(value: Any) -> Any:
-    """A spread tensor's numbers from all ranks; any other value as it is.
+    """Return a spread tensor's numbers from all ranks; any other value as it is.
 
     Ranks:
         Collective.
@@ -252,7 +252,7 @@ def whole_on_host(value: Any, *, wanted: bool = True) -> Any:
 
 
 def as_parts(value: torch.Tensor, like: Any) -> torch.Tensor:
-    """A whole tensor, the same on all ranks, spread as another is; this rank keeps its part.
+    """Return a whole tensor, the same on all ranks, spread as another is; this rank keeps its part.
 
     One that is spread already, or beside one that isn't, is itself.
     """

@@ -129,7 +129,7 @@ class ShardedModule(ModuleInPlace):
             self._gives = before
 
     def for_state_dict(self, value: Any) -> Any:
-        """What a state dict gives for a tensor at this moment.
+        """Return what a state dict gives for a tensor at this moment.
 
         Ranks:
             Collective, where it is to be whole.
@@ -270,7 +270,8 @@ def check_wrap(wrap: Any) -> None:
 
 
 def blocks_of(module: nn.Module, wrap: Any) -> list[nn.Module]:
-    """The submodules to shard separately, inner ones first. Other parameters belong to the root.
+    """Return the submodules to shard separately, inner ones first. Other parameters belong to the
+    root.
 
     A submodule that shares a parameter with something outside it (tied weights) isn't among them:
     two groups can't share one.

@@ -206,7 +206,7 @@ def gathered_states(
     wanted: bool,
     place: torch.device,
 ) -> dict[int, Any]:
-    """The states of all ranks' parts of something.
+    """Return the states of all ranks' parts of something.
 
     Args:
         local: this rank's states (trees of tensors and plain values) by their numbers.
@@ -302,7 +302,7 @@ class SpreadOptimizer(OptimizerInPlace):
             group.update(given)
 
     def _spread(self, state: Any, twin: Any) -> Any:
-        """A parameter's state, each of its tensors spread as the parameter is."""
+        """Return a parameter's state, each of its tensors spread as the parameter is."""
 
         def spread(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):

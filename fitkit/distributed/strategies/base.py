@@ -94,17 +94,19 @@ class Strategy:
         self.engine: Engine | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is copied, and sent to other ranks. An override leaves out what can't be."""
+        """Return what is copied, and sent to other ranks. An override leaves out what can't be."""
         return dict(vars(self))
 
     def _state_for_ranks(self, strategy: object) -> dict[str, Any]:
-        """What other ranks get: everything but this process's group, launcher and training."""
+        """Return what other ranks get: everything but this process's group, launcher and
+        training.
+        """
         fresh = {"collectives": Solo(), "launcher": InlineLauncher(), "engine": None}
         return {**self.__getstate__(), **fresh}
 
     @final
     def for_model(self) -> Strategy:
-        """A strategy of a model's own, with the options of this one, which only describes.
+        """Return a strategy of a model's own, with the options of this one, which only describes.
 
         So one object serves several models. What the object refers to stays shared, also what
         can't be copied.

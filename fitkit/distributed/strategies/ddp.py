@@ -227,8 +227,9 @@ class DDP(Strategy):
                 )
 
     def _new_carrier(self, module: torch.nn.Module) -> torch.nn.Parameter | None:
-        """An extra parameter for DDP to average. None if DDP wouldn't see that it is used, or
-        wouldn't average it exactly."""
+        """Return an extra parameter for DDP to average. None if DDP wouldn't see that it is used,
+        or wouldn't average it exactly.
+        """
         options = self.options["find_unused_parameters"] or self.options["static_graph"]
         if options or self.comm_hook is not None:
             return None
@@ -379,7 +380,7 @@ def _averages_exactly(wrapper: torch.nn.Module) -> bool:
 
 
 def _unused_names(net: torch.nn.Module, error: RuntimeError) -> str:
-    """The names of the unused parameters, which torch's message gives by index."""
+    """Return the names of the unused parameters, which torch's message gives by index."""
     found = UNUSED_INDICES.search(str(error))
     learning = [name for name, p in net.named_parameters() if p.requires_grad]
     indices = [int(index) for index in found.group(1).split()] if found else []

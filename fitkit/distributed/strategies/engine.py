@@ -45,7 +45,7 @@ def clip_gradients(parameters: list[nn.Parameter], limit: float, algorithm: str)
 
 
 def _sparse_or(error: NotImplementedError) -> Exception:
-    """The error for sparse gradients; the given one where it is about something else."""
+    """Return the error for sparse gradients; the given one where it is about something else."""
     if "Sparse" not in str(error):
         return error
     return ConfigurationError(
@@ -56,7 +56,7 @@ def _sparse_or(error: NotImplementedError) -> Exception:
 
 
 def norm_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """The norm of several tensors together: (). Sharded tensors count as a whole.
+    """Return the norm of several tensors together: (). Sharded tensors count as a whole.
 
     Ranks:
         Collective, if tensors are sharded.
@@ -136,7 +136,9 @@ class Engine:
         clip_gradients(parameters, limit, algorithm)
 
     def norm(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
-        """The norm, as `norm_of` computes it. None if the engine doesn't expose the values."""
+        """Return the norm, as `norm_of` computes it. None if the engine doesn't expose the
+        values.
+        """
         return norm_of(tensors)
 
     def update(self, optimizer: Optimizer) -> None:
@@ -144,7 +146,7 @@ class Engine:
         optimizer.step()
 
     def after_update(self) -> None:
-        """Called after an update of the weights."""
+        """Act after an update of the weights."""
 
     def average_ranks(self) -> None:
         """Make equal what the ranks hold separately: at the ends of epochs, before evaluations and

@@ -225,7 +225,7 @@ class FSDP(DDP):
         return self._with_parts(super().wrap_for_evaluation(module))
 
     def _with_parts(self, whole: WrappedModel) -> WrappedModel:
-        """The model as it is called if ranks divide sequences among them."""
+        """Return the model as it is called if ranks divide sequences among them."""
         if self._context is None or isinstance(whole, DividedModel):
             return whole
         from fitkit.extras.parallel.context import SequenceParts

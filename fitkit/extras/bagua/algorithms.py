@@ -110,7 +110,9 @@ class Decentralized(Algorithm):
 
 
 def shifted_peer(rank: int, size: int, round_number: int) -> int:
-    """The rank in the other half that a rank meets in a round; it moves on by one each round."""
+    """Return the rank in the other half that a rank meets in a round; it moves on by one each
+    round.
+    """
     half = size // 2
     if rank < half:
         return half + (rank + round_number) % half
@@ -160,7 +162,9 @@ class LowPrecisionDecentralized(Algorithm):
 
 
 def neighbours(rank: int, size: int) -> list[int]:
-    """The ranks before and after a rank on the ring; one of them where there are two ranks."""
+    """Return the ranks before and after a rank on the ring; one of them where there are two
+    ranks.
+    """
     return sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
 
 

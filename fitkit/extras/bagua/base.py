@@ -92,7 +92,9 @@ class Peers:
         return self._collectives.gather(value)
 
     def apart(self) -> Peers:
-        """The same ranks in a group of their own, whose exchanges pass those of others by."""
+        """Return the same ranks in a group of their own, whose exchanges pass those of others
+        by.
+        """
         backend = dist.get_backend_config()
         group = RankGroup([list(range(self.size))], self.rank, backend, self._timeout)
         return Peers(self._collectives, self._timeout, group)
@@ -126,7 +128,7 @@ class Algorithm:
     _updates = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """The options alone."""
+        """Return the options alone."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def check(self, size: int, precision: Precision, device: torch.device) -> None:
@@ -182,7 +184,9 @@ class Algorithm:
         return self.wraps
 
     def mean(self, gradients: torch.Tensor) -> torch.Tensor:
-        """The mean of a vector of gradients over the ranks, if the algorithm `compresses`."""
+        """Return the mean of a vector of gradients over the ranks, if the algorithm
+        `compresses`.
+        """
         raise NotImplementedError
 
     @final

@@ -18,7 +18,9 @@ def wire_bytes(numbers: int) -> float:
 
 
 def block_of(length: int) -> int:
-    """The size of the blocks in which a row of some length is cut with the least filling up."""
+    """Return the size of the blocks in which a row of some length is cut with the least filling
+    up.
+    """
     blocks = max(-(-length // BLOCK), 1)
     return max(-(-length // blocks), 1)
 
@@ -49,7 +51,7 @@ def encode(rows: torch.Tensor) -> torch.Tensor:
 
 
 def decode(wire: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """The rows that `encode` was given, but for the rounding.
+    """Return the rows that `encode` was given, but for the rounding.
 
     Args:
         wire: bytes.
@@ -105,7 +107,7 @@ def chunk_length(length: int, ranks: int) -> int:
 def compressed_mean(
     vector: torch.Tensor, peers: Peers, feedback: Feedback | None = None
 ) -> torch.Tensor:
-    """The mean over the ranks, each number off by at most 1/510 of its block's range a leg.
+    """Return the mean over the ranks, each number off by at most 1/510 of its block's range a leg.
 
     Every rank gets the same numbers, to the last bit.
 

@@ -115,7 +115,7 @@ class QAdam(Algorithm):
         self._errors_of(number, parameters).write(feedback.local)
 
     def _errors_of(self, number: int, parameters: list[torch.nn.Parameter]) -> FlatTensors:
-        """What the optimizer's state holds of errors, where checkpoints find it."""
+        """Return what the optimizer's state holds of errors, where checkpoints find it."""
         state = self._optimizers[number].state
         for parameter in parameters:
             if ERROR not in state[parameter]:
@@ -286,7 +286,7 @@ class QAdamOptimizer(Optimizer):
         return gradient
 
     def _root(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
-        """The root of the variance, its start at zero put right."""
+        """Return the root of the variance, its start at zero put right."""
         share = math.sqrt(1 - group["betas"][1] ** group["adam_steps"])
         return self.state[parameter]["exp_avg_sq"].sqrt().div_(share).add_(group["eps"])
 

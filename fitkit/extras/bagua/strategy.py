@@ -187,12 +187,12 @@ class BaguaEngine(Engine):
 
 
 def _learning(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters that can learn now."""
+    """Return the parameters that can learn now."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def _arguments(maker: type) -> list[str]:
-    """The names of a constructor's arguments."""
+    """Return the names of a constructor's arguments."""
     return list(inspect.signature(maker).parameters)
 
 

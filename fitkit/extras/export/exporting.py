@@ -84,7 +84,7 @@ def export(
 
 
 def _chosen(path: Any, name: str | None) -> Format:
-    """The format that was asked for, or that the path's suffix names."""
+    """Return the format that was asked for, or that the path's suffix names."""
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentTypeError(f"path={describe(path)} must be a string or a Path.")
     suffix = os.path.splitext(os.fspath(path))[1].lower()
@@ -107,7 +107,7 @@ def _chosen(path: Any, name: str | None) -> Format:
 
 
 def _at_least_two(batch: Any) -> Any:
-    """The batch, or one of two samples: torch takes a size of 1 for a constant."""
+    """Return the batch, or one of two samples: torch takes a size of 1 for a constant."""
     return batch if samples_among(batch) >= 2 else _of_size(batch, 2)
 
 
@@ -118,7 +118,7 @@ def _checked_sizes(batch: Any, is_free: bool) -> list[Any]:
 
 
 def _of_size(batch: Any, size: int) -> Any:
-    """A batch of another size, with the samples of this one over and over."""
+    """Return a batch of another size, with the samples of this one over and over."""
     count = samples_among(batch)
 
     def repeated(leaf: Any) -> Any:

@@ -41,7 +41,7 @@ class Call:
         self.batch = batch
 
     def tensors(self) -> list[torch.Tensor]:
-        """The arguments' tensors, in order."""
+        """Return the arguments' tensors, in order."""
         return trees.tensors([list(self.args), self.kwargs])
 
     def batch_shapes(self) -> Any:
@@ -54,7 +54,7 @@ class Call:
         return shapes
 
     def input_names(self, net: nn.Module) -> list[str] | None:
-        """The tensors' names, from the net's signature; None where it names none."""
+        """Return the tensors' names, from the net's signature; None where it names none."""
         try:
             bound = inspect.signature(net.forward).bind(*self.args, **self.kwargs)
         except (TypeError, ValueError):
@@ -68,7 +68,7 @@ class Call:
 
 
 def traced(net: nn.Module, call: Call, shapes: Any) -> torch.export.ExportedProgram:
-    """The net's computation for arguments like `call`'s, on the CPU.
+    """Return the net's computation for arguments like `call`'s, on the CPU.
 
     Args:
         shapes: which dimensions are free, as torch.export takes it; None: none is.
@@ -91,7 +91,7 @@ def traced(net: nn.Module, call: Call, shapes: Any) -> torch.export.ExportedProg
 
 
 def _advice(net: nn.Module, call: Call, shapes: Any) -> str:
-    """What to do about a net that can't be traced."""
+    """Return what to do about a net that can't be traced."""
     try:
         net(*call.args, **call.kwargs)
     except Exception:
@@ -106,7 +106,7 @@ def _advice(net: nn.Module, call: Call, shapes: Any) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """The beginning of an error's message, as one line."""
+    """Return the beginning of an error's message, as one line."""
     text = " ".join(str(error).split())
     if len(text) > LONGEST_REASON:
         text = text[:LONGEST_REASON].rsplit(" ", 1)[0] + " …"
@@ -158,7 +158,7 @@ class TorchExport:
             torch.export.save(program, file)
 
     def runner(self, file: BinaryIO) -> Runner | None:
-        """What runs the file that was written; None where nothing is installed that can."""
+        """Return what runs the file that was written; None where nothing is installed that can."""
         file.seek(0)
         with _quietly():
             net = torch.export.load(file).module()
@@ -216,7 +216,7 @@ class Onnx:
         file.write(model.SerializeToString())
 
     def runner(self, file: BinaryIO) -> Runner | None:
-        """An onnxruntime session; without onnxruntime, a look by ONNX's own checker."""
+        """Return an onnxruntime session; without onnxruntime, a look by ONNX's own checker."""
         file.seek(0)
         content = file.read()
         if importlib.util.find_spec("onnxruntime") is None:
@@ -259,7 +259,7 @@ FORMATS: dict[str, Format] = {item.name: item for item in (TorchExport(), Onnx()
 
 
 def on_cpu(leaf: Any) -> Any:
-    """A tensor in main memory; anything else as it is."""
+    """Return a tensor in main memory; anything else as it is."""
     return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
 
 

@@ -106,7 +106,7 @@ class Logger(Callback):
     # ------------------------------------------------------------------ for loggers to override
 
     def start(self) -> None:
-        """Called when a fit begins. Open your file or connection here."""
+        """Act when a fit begins. Open your file or connection here."""
 
     def log_hyperparameters(self, values: dict[str, Any]) -> None:
         """Record the settings: strings, numbers and flags by name, without None."""
@@ -133,13 +133,13 @@ class Logger(Callback):
         """
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Called when the fit has ended, with its `error` if there is one. Close what is open.
+        """Act when the fit has ended, with its `error` if there is one. Close what is open.
 
         It comes after the last hook of all callbacks, whatever ended the fit.
         """
 
     def opened(self) -> Any:
-        """The connection, for `log_figure`, which may be called at the wrong time.
+        """Return the connection, for `log_figure`, which may be called at the wrong time.
 
         Raises:
             ConfigurationError: there is no connection.
@@ -289,7 +289,7 @@ class Logger(Callback):
 
 
 def _every(update_freq: object) -> int:
-    """The number of batches between two logs; 0 for epochs only."""
+    """Return the number of batches between two logs; 0 for epochs only."""
     if isinstance(update_freq, str):
         if update_freq not in ("epoch", "batch"):
             raise ConfigurationError(
@@ -312,7 +312,7 @@ def _counts_updates(step: object) -> bool:
 
 
 def scalars(logs: Logs) -> dict[str, float]:
-    """The logs that are one number, as floats. Matrices and texts are left out.
+    """Return the logs that are one number, as floats. Matrices and texts are left out.
 
     The names are made valid for files.
     """
@@ -348,7 +348,7 @@ def hyperparameters_of(model: Module, params: dict[str, Any]) -> dict[str, Any]:
 
 
 def pixels(figure: Any) -> np.ndarray[Any, Any]:
-    """A figure as (height, width, RGBA) bytes. Its own canvas stays."""
+    """Return a figure as (height, width, RGBA) bytes. Its own canvas stays."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     before = figure.canvas

@@ -208,7 +208,7 @@ class MLflow(Logger):
 
 
 def _key(name: str) -> str:
-    """A name with only the characters that MLflow accepts."""
+    """Return a name with only the characters that MLflow accepts."""
     return re.sub(r"[^\w\-. /]", "_", name, flags=re.ASCII)
 
 

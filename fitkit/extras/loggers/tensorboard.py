@@ -112,12 +112,12 @@ class TensorBoard(Logger):
         return self._epoch if self.resumes and not self._every else None
 
     def _curve(self, name: str) -> tuple[str, str]:
-        """The run and the tag of an epoch's value."""
+        """Return the run and the tag of an epoch's value."""
         run = "validation" if name.startswith("val_") else "train"
         return run, f"epoch_{name.removeprefix('val_')}"
 
     def _moment(self, epoch: int, step: int) -> int:
-        """The place of an epoch's value on the horizontal axis."""
+        """Return the place of an epoch's value on the horizontal axis."""
         return epoch
 
     def log_hyperparameters(self, values: dict[str, Any]) -> None:

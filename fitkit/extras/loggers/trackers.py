@@ -75,11 +75,11 @@ class Tracker(Logger):
     # ------------------------------------------------------------------ for services to override
 
     def takes(self, module: Any) -> Iterable[str]:
-        """The names of the options that open a run."""
+        """Return the names of the options that open a run."""
         return ()
 
     def running(self, module: Any) -> Any:
-        """The run that is open in this process already; None if there is none."""
+        """Return the run that is open in this process already; None if there is none."""
         return None
 
     def open(self, module: Any, options: dict[str, Any]) -> Any:
@@ -97,7 +97,7 @@ class Tracker(Logger):
     # ------------------------------------------------------------------ the moments of a fit
 
     def module(self) -> Any:
-        """The package, imported."""
+        """Return the package, imported."""
         try:
             return import_module(self.package)
         except ImportError:
@@ -116,7 +116,7 @@ class Tracker(Logger):
 
 
 def arguments_of(function: Any, *without: str) -> list[str]:
-    """The names of a function's arguments, without those that a logger sets itself."""
+    """Return the names of a function's arguments, without those that a logger sets itself."""
     parameters = inspect.signature(function).parameters.values()
     named = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
     return [name for name in named if name not in ("self", "project", "project_name", *without)]
@@ -412,5 +412,5 @@ class Aim(Tracker):
 
 
 def with_epoch(values: dict[str, float], epoch: int | None) -> dict[str, float]:
-    """The values with the epoch's number, if there is one. A value `epoch` becomes `epoch_`."""
+    """Add the epoch's number to values, if there is one. A value `epoch` becomes `epoch_`."""
     return values if epoch is None else {**beside(["epoch"], values), "epoch": epoch}

@@ -150,7 +150,7 @@ class SequenceParts(DividedModel):
     # ------------------------------------------------------------------ batches
 
     def divide(self, x: Any, y: Any = None, weight: Any = None) -> tuple[Any, Any, Any]:
-        """This rank's part of a batch.
+        """Return this rank's part of a batch.
 
         Shapes: x and y have tensors (N, T, …), and get (N, T / size, …). Those (N,) are left.
 
@@ -241,7 +241,7 @@ class SequenceParts(DividedModel):
 
     @torch.no_grad()
     def join(self, outputs: Any) -> Any:
-        """The outputs for whole sequences, of all ranks' parts.
+        """Return the outputs for whole sequences, of all ranks' parts.
 
         Ranks:
             Collective among those that share sequences.
@@ -375,7 +375,7 @@ class SequenceParts(DividedModel):
 
 
 def context_group(size: int, ranks: int, rank: int, timeout: timedelta | None) -> RankGroup:
-    """The group of the neighbouring ranks that share this rank's sequences.
+    """Return the group of the neighbouring ranks that share this rank's sequences.
 
     Ranks:
         Collective among all.
@@ -429,7 +429,7 @@ def _shard_of(parameter: Any) -> int:
 
 
 def _inputs_of(model: nn.Module) -> list[str]:
-    """The names of what a model's forward takes: its net's, where it hands all on."""
+    """Return the names of what a model's forward takes: its net's, where it hands all on."""
     try:
         parameters = inspect.signature(model.forward).parameters
     except (TypeError, ValueError):

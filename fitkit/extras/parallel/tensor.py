@@ -118,7 +118,7 @@ class TensorParallel:
             local_part(gradient).clamp_(-limit, limit)
 
     def norm(self, tensors: Iterable[torch.Tensor]) -> float:
-        """The norm of all tensors together, which may be spread over different meshes.
+        """Return the norm of all tensors together, which may be spread over different meshes.
 
         Ranks:
             Collective.
@@ -132,7 +132,7 @@ class TensorParallel:
 
 
 def divided_in(net: nn.Module, plan: Mapping[str, Any]) -> set[nn.Parameter]:
-    """The parameters that a plan divides.
+    """Return the parameters that a plan divides.
 
     Raises:
         ConfigurationError: a name that fits no submodule.
@@ -147,7 +147,7 @@ def divided_in(net: nn.Module, plan: Mapping[str, Any]) -> set[nn.Parameter]:
 
 
 def _named_by(net: nn.Module, pattern: str) -> list[nn.Module]:
-    """The submodules that a name in a plan means."""
+    """Return the submodules that a name in a plan means."""
     form = re.escape(pattern).replace(r"\*", r"[^.]+")
     found = [part for name, part in net.named_modules() if re.fullmatch(form, name)]
     if not found:
@@ -177,7 +177,7 @@ def _check_divides(part: nn.Module, name: str, style: str, ranks: int) -> None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor: all of an ordinary one; shares its memory."""
+    """Return what this rank has of a tensor: all of an ordinary one; shares its memory."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 

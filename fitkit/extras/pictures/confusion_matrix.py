@@ -151,7 +151,7 @@ def _classes(values: Any, name: str) -> Array:
 
 
 def _named(true: Array, predicted: Array, labels: Any) -> tuple[list[Any], list[str]]:
-    """The classes in order, and their names."""
+    """Return the classes in order, and their names."""
     occurring = sorted({*true.tolist(), *predicted.tolist()}, key=lambda v: (isinstance(v, str), v))
     if len({type(value) for value in occurring}) > 1:
         raise ConfigurationError(
@@ -180,7 +180,7 @@ def _named(true: Array, predicted: Array, labels: Any) -> tuple[list[Any], list[
 
 
 def _shares(counts: Array, normalize: str) -> Array:
-    """The counts as shares. A class without samples gets 0."""
+    """Return the counts as shares. A class without samples gets 0."""
     axis = {"true": 1, "pred": 0, "all": None}[normalize]
     whole = counts.sum(axis=axis, keepdims=axis is not None)
     shares: Array = counts / np.maximum(whole, 1)
@@ -265,7 +265,7 @@ def _write_numbers(
 
 
 def _text(count: int, share: float, unit: str | None) -> str:
-    """A cell's text: the count, or percent if there is a unit. Cells with 0 get none."""
+    """Return a cell's text: the count, or percent if there is a unit. Cells with 0 get none."""
     if unit is None:
         return f"{count}"
     return f"{100 * share:.0f}{unit}" if share >= 0.005 else "·"

@@ -61,12 +61,12 @@ class Curve:
     values: list[float]
 
     def finite(self) -> list[tuple[int, float]]:
-        """The epochs whose values can be drawn, with the values."""
+        """Return the epochs whose values can be drawn, with the values."""
         pairs = zip(self.epochs, self.values, strict=True)
         return [(epoch, value) for epoch, value in pairs if math.isfinite(value)]
 
     def best(self, direction: str | None) -> tuple[int, float] | None:
-        """The epoch with the best value, and the value; None if that isn't known."""
+        """Return the epoch with the best value, and the value; None if that isn't known."""
         found = self.finite()
         if direction is None or not found:
             return None
@@ -146,7 +146,7 @@ def _columns(panels: int) -> int:
 
 
 def _chosen(curves: Mapping[str, Curve], metrics: object, sets: Sequence[str]) -> list[str]:
-    """The panels' names, in the logs' order."""
+    """Return the panels' names, in the logs' order."""
     known = list(dict.fromkeys(_base(name, curves, sets) for name in curves))
     if not known:
         raise ConfigurationError("There is nothing to draw: no epoch has ended.")
@@ -179,7 +179,7 @@ def _prefixes(sets: Sequence[str]) -> dict[str, str]:
 
 
 def _base(name: str, curves: Mapping[str, object], sets: Sequence[str]) -> str:
-    """The panel that a log belongs to."""
+    """Return the panel that a log belongs to."""
     for prefix in _prefixes(sets):
         if name.startswith(prefix) and name.removeprefix(prefix) in curves:
             return name.removeprefix(prefix)
@@ -210,13 +210,13 @@ def _panel(
 
 
 def _validations(name: str, curves: Mapping[str, Curve], sets: Sequence[str]) -> dict[str, Curve]:
-    """The curves of a panel that are a validation's, by their labels."""
+    """Return the curves of a panel that are a validation's, by their labels."""
     found = {label: curves.get(prefix + name) for prefix, label in _prefixes(sets).items()}
     return {label: curve for label, curve in found.items() if curve is not None}
 
 
 def _looks(points: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The styles of the training's and validation's curves. Many points leave no room."""
+    """Return the styles of the training's and validation's curves. Many points leave no room."""
     marker = "o" if points <= MARKED_EPOCHS else ""
     solid = {"color": BLUE, "linewidth": 1.6, "marker": marker, "markersize": 3.5}
     if points > DASHED_EPOCHS:
@@ -226,7 +226,7 @@ def _looks(points: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _gapped(curve: Curve) -> tuple[list[int], list[float]]:
-    """A curve with gaps where it isn't finite."""
+    """Return a curve with gaps where it isn't finite."""
     return curve.epochs, [v if math.isfinite(v) else math.nan for v in curve.values]
 
 
@@ -287,7 +287,7 @@ def _explain(places: list[Axes]) -> None:
 
 
 def curve_values(values: Sequence[Any]) -> list[float] | None:
-    """A log's values as floats; None if they aren't numbers (matrices, texts)."""
+    """Return a log's values as floats; None if they aren't numbers (matrices, texts)."""
     if not all(isinstance(value, numbers.Real) for value in values):
         return None
     return [float(value) for value in values]
@@ -340,7 +340,7 @@ def rate_curve(
 
 
 def _bounds(smoothed: Sequence[float]) -> tuple[float, float]:
-    """The range of losses to show. A last one that explodes would flatten all others."""
+    """Return the range of losses to show. A last one that explodes would flatten all others."""
     finite = [loss for loss in smoothed if math.isfinite(loss)]
     low = min(finite, default=0.0)
     begin = max(finite[:BEGINNING], default=1.0)

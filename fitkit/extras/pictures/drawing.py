@@ -61,7 +61,8 @@ def one_panel(
     axes: Any,
     path: str | os.PathLike[str] | None,
 ) -> Iterator[tuple[Figure, Axes]]:
-    """The figure and axes for a picture with one part: the given ones, or new ones of that size.
+    """Give the figure and axes for a picture with one part: the given ones, or new ones of that
+    size.
 
     At the end of the block, the figure is written to `path`.
 
@@ -80,7 +81,7 @@ def one_panel(
 
 
 def new_figure(size: tuple[float, float]) -> Figure:
-    """A figure of that size (width and height in inches) that pyplot doesn't know."""
+    """Return a figure of that size (width and height in inches) that pyplot doesn't know."""
     from fitkit.extras.pictures.picture import Picture
 
     return Picture(figsize=size, dpi=110)

@@ -37,7 +37,7 @@ CURVE = "#3f8fd2"
 
 
 def history_html(curves: Mapping[str, Curve], best: Mapping[str, str], epochs: int) -> str:
-    """A table with a row per log: its small curve, first, best and last value.
+    """Return a table with a row per log: its small curve, first, best and last value.
 
     Args:
         curves: the logs by name.
@@ -60,7 +60,7 @@ def history_html(curves: Mapping[str, Curve], best: Mapping[str, str], epochs: i
 
 
 def results_html(values: Mapping[str, Any]) -> str:
-    """A table with a row per value of an evaluation.
+    """Return a table with a row per value of an evaluation.
 
     A square matrix, such as a confusion matrix, is a table of its own below. Other values show as
     text.
@@ -85,7 +85,9 @@ def _is_matrix(value: Any) -> bool:
 
 
 def _matrix(name: str, values: Any) -> str:
-    """A table of a matrix. A cell's colour is its share of the row, so rare classes show too."""
+    """Return a table of a matrix. A cell's colour is its share of the row, so rare classes show
+    too.
+    """
     look = "padding:2px 7px;border:0;text-align:right;font-variant-numeric:tabular-nums"
     faint = f"{look};{FAINT}"
     rows = []
@@ -103,7 +105,7 @@ def _matrix(name: str, values: Any) -> str:
 
 
 def _short(value: float) -> str:
-    """A cell's text: nothing for 0, so that the others stand out."""
+    """Return a cell's text: nothing for 0, so that the others stand out."""
     return "" if not value else f"{value:,}" if isinstance(value, int) else f"{value:.2f}"
 
 
@@ -112,7 +114,7 @@ SHOWN = ("optimizer", "learning_rate", "loss", "metrics", "devices", "accelerato
 
 
 def model_html(name: str, given: Mapping[str, Any], summary: Summary) -> str:
-    """A table of a model's settings, its layers and their parameters.
+    """Return a table of a model's settings, its layers and their parameters.
 
     Args:
         name: the model's name.
@@ -187,7 +189,7 @@ def _best(curve: Curve, direction: str | None) -> str:
 
 
 def _curve(curve: Curve) -> str:
-    """A small curve as SVG; broken where values aren't finite."""
+    """Return a small curve as SVG; broken where values aren't finite."""
     found = curve.finite()
     if len(found) < 2:
         return ""

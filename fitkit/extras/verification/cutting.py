@@ -29,7 +29,7 @@ class Kept:
     collate: Callable[[list[Any]], Any]
 
     def batch(self, start: int, stop: int) -> Any:
-        """A batch of some of the samples, which stay as they are."""
+        """Return a batch of some of the samples, which stay as they are."""
         return self.collate(copy.deepcopy(self.samples[start:stop]))
 
 
@@ -61,7 +61,9 @@ def cut(batch: Any, parts: int, kept: Kept | None = None) -> list[Any]:
 
 
 def size_of(batch: Any, kept: Kept | None) -> int:
-    """The number of a batch's samples, by its rows or by its data set; 0 if neither shows it."""
+    """Return the number of a batch's samples, by its rows or by its data set; 0 if neither shows
+    it.
+    """
     samples = _rows_of(batch)
     return samples if samples is not None else len(kept.samples) if kept else 0
 
@@ -75,7 +77,7 @@ def _shape(leaf: Any) -> Any:
 
 
 def _rows_of(batch: Any) -> int | None:
-    """The length of all columns of a batch: of tensors and of lists; None if they differ."""
+    """Return the length of all columns of a batch: of tensors and of lists; None if they differ."""
     if _shape(batch) is not None or isinstance(batch, torch.Tensor):
         return _column(batch)
     if not isinstance(batch, (tuple, list, Mapping)) or isinstance(batch, PackedSequence):
@@ -98,7 +100,7 @@ def _parts_of(tree: Any) -> list[Any]:
 
 
 def _column(tree: Any) -> int | None:
-    """The length of a column, 0 for no column, None for none that can be cut."""
+    """Return the length of a column, 0 for no column, None for none that can be cut."""
     if tree is None:
         return 0
     if _shape(tree) is not None or isinstance(tree, torch.Tensor):
@@ -116,7 +118,7 @@ def _column(tree: Any) -> int | None:
 
 
 def _sliced(tree: Any, start: int, stop: int) -> Any:
-    """Some samples of a batch that `_rows_of` could count."""
+    """Return some samples of a batch that `_rows_of` could count."""
     if all(_has_rows(leaf) for leaf in trees.leaves(tree)) and len(_lengths(tree)) <= 1:
         return samples_between(tree, start, stop)
     if type(tree) is list and len(tree) > 3 and not all(map(_shape, tree)):

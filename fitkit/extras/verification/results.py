@@ -108,7 +108,7 @@ class Cause:
 
 
 def cause_of(reason: str, place: str = "") -> Cause:
-    """The cause that `REASONS` describes."""
+    """Return the cause that `REASONS` describes."""
     return Cause(KINDS.get(reason, reason), place, *REASONS[reason])
 
 
@@ -151,7 +151,7 @@ class Row:
 
 
 def digits_of(difference: float) -> float:
-    """The number of equal digits for a relative difference."""
+    """Return the number of equal digits for a relative difference."""
     return math.inf if difference == 0.0 else max(0.0, -math.log10(difference))
 
 
@@ -178,7 +178,7 @@ class Verification:
         return tuple(dict.fromkeys(cause for row in self.rows for cause in row.causes))
 
     def __getitem__(self, name: str) -> Row:
-        """The row of that name."""
+        """Return the row of that name."""
         return {row.name: row for row in self.rows}[name]
 
     @property

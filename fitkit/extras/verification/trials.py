@@ -81,7 +81,8 @@ class Notes(Callback):
 
 
 def first_other(one: Passes, other: Passes, limit: float) -> str | None:
-    """The first module that returns something else for the same inputs; None if there is none.
+    """Return the first module that returns something else for the same inputs; None if there is
+    none.
 
     Args:
         one: the record of one batch.
@@ -210,7 +211,7 @@ class Trials:
         )  # modules that draw numbers, as the last search for causes found
 
     def size_of(self, batch: Any) -> int:
-        """The number of a batch's samples; 0 if it can't be told."""
+        """Return the number of a batch's samples; 0 if it can't be told."""
         return size_of(batch, self._kept.get(id(batch)))
 
     def cut(self, batch: Any, parts: int) -> list[Any]:
@@ -286,11 +287,11 @@ class Trials:
         return copied
 
     def trained(self, batches: list[Any], quiet: Iterable[str] = (), **settings: Any) -> Numbers:
-        """The parameters after an update on each batch."""
+        """Return the parameters after an update on each batch."""
         return _numbers(self.fitted(self.copied(quiet, **settings), batches))
 
     def reference(self, quiet: frozenset[str] = frozenset()) -> Numbers:
-        """The parameters that others are compared with."""
+        """Return the parameters that others are compared with."""
         if quiet not in self._known:
             self._known[quiet] = self.trained(self.batches, quiet)
         return self._known[quiet]
@@ -298,11 +299,11 @@ class Trials:
     def accumulated(
         self, parts: int, quiet: Iterable[str] = (), batches: list[Any] | None = None
     ) -> Numbers:
-        """The parameters after the same updates, each accumulated from parts."""
+        """Return the parameters after the same updates, each accumulated from parts."""
         return self.trained(self._pieces(parts, batches), quiet, accumulate_grad_batches=parts)
 
     def on_processes(self, quiet: Iterable[str] = (), **settings: Any) -> Numbers:
-        """The parameters after the same updates, a part of each on each process."""
+        """Return the parameters after the same updates, a part of each on each process."""
         enough = self.accelerator == "cpu" or visible().get(self.accelerator, 0) >= self.devices
         return self.trained(
             self._pieces(self.devices), quiet, devices=self.devices, strategy="ddp_spawn",
@@ -486,7 +487,7 @@ class Trials:
     def _other_cause(
         self, quiet: frozenset[str], run: Callable[[frozenset[str]], Numbers], parts: int
     ) -> Cause:
-        """The cause where no layer's output is one."""
+        """Return the cause where no layer's output is one."""
         if not parts:
             return cause_of("by_kernel")
         difference, _ = self.compared(self.reference(quiet), self.accumulated(parts, quiet))
@@ -523,7 +524,9 @@ class Trials:
     def _passes_by_seed(
         self, quiet: frozenset[str] = frozenset(), verb: str = "fit"
     ) -> tuple[Passes, Passes]:
-        """What modules do with the first batch under two seeds, which they draw numbers from."""
+        """Return what modules do with the first batch under two seeds, which they draw numbers
+        from.
+        """
         batches = self.batches[:1]
         return (
             self._passes(batches, quiet, verb),
@@ -531,7 +534,7 @@ class Trials:
         )
 
     def _first_mixing(self, quiet: frozenset[str], parts: int, verb: str = "fit") -> str | None:
-        """The first module that gives a sample another output in a part of its batch."""
+        """Return the first module that gives a sample another output in a part of its batch."""
         whole = self._passes(self.batches[:1], quiet, verb)
         return self._first_other(whole, self._passes(self.cut(self.batches[0], parts), quiet, verb))
 
@@ -542,7 +545,7 @@ class Trials:
         verb: str = "fit",
         seed: int = SEED,
     ) -> Passes:
-        """What each module does before the first update, of which all these batches are."""
+        """Return what each module does before the first update, of which all these batches are."""
         copied, notes = self.copied(quiet, accumulate_grad_batches=len(batches)), Notes()
         notes.follow(copied._weights_module())
         if verb == "fit":
@@ -563,18 +566,19 @@ class Trials:
         return f"{kind} {name!r}" if name else f"The net itself ({kind})"
 
     def _given(self, name: str) -> Any:
-        """What `compile` was given."""
+        """Return what `compile` was given."""
         return getattr(self.model._fitkit.compilation.given, name)
 
 
 def _numbers(model: Model) -> Numbers:
-    """The model's parameters in float64 in main memory, by the net's names."""
+    """Return the model's parameters in float64 in main memory, by the net's names."""
     named = model._weights_module().named_parameters()
     return {name: own.detach().to("cpu", torch.float64, copy=True) for name, own in named}
 
 
 def _with_all_labels(batch: Any) -> Any:
-    """A batch with 0 in place of negative labels, so that all of them count; itself if it has none.
+    """Return a batch with 0 in place of negative labels, so that all of them count; itself if it
+    has none.
 
     A net that computes its own loss has the labels among its inputs.
     """

@@ -150,7 +150,7 @@ class _Keeping:
 
 
 def _keeping(source: Source) -> tuple[Source, _Keeping | None]:
-    """The source, and what keeps its samples where a collate_fn of the user's joins them."""
+    """Return the source, and what keeps its samples where a collate_fn of the user's joins them."""
     loader = source.loader if isinstance(source, LoaderSource) else None
     if loader is None or keeps_rows(loader) or loader.batch_sampler is None:
         return source, None
