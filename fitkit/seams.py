@@ -106,6 +106,7 @@ from fitkit.data.sources import (
     LoaderSource,
     ReadByItself,
     check_data_type,
+    length_of,
     make_source,
 )
 from fitkit.distributed.cluster import detect
@@ -314,6 +315,7 @@ __all__ = [
     "iterate",
     "iterates_by_itself",
     "keeps_rows",
+    "length_of",
     "loss_in",
     "make_source",
     "marked",

@@ -1,8 +1,9 @@
-"""Several loaders side by side: each step takes a batch from each."""
+"""Several loaders in one: each step takes a batch from each, or from one of them by weight."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from fitkit.arguments import check_choice, describe
+from fitkit.arguments import check_choice, check_number, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.seams import (
     DrawnSource,
@@ -19,15 +20,21 @@ from fitkit.seams import (
     begin_order,
     iterate,
     iterates_by_itself,
+    length_of,
     marked,
     seeds_apart,
 )
 
+NO_NEW_CYCLE = "A loader of the CombinedLoader gave no batch in a new cycle."
 MODES = ("min_size", "max_size_cycle", "max_size")
 
 
 class CombinedLoader(ReadByItself):
-    """Yields a batch from each of several loaders at a time, in the loaders' structure.
+    """Yields a batch from each of several loaders at a time, or from one of them by weight.
+
+    Without `weights` a step gets a batch of each loader, in the loaders' structure. With `weights`
+    it gets a batch of one loader as it is: a mixture. In a pass each loader has its share by weight
+    exactly, in a random order. If a loader has no length, each step's loader is drawn by weight.
 
     `fit`, `evaluate` and `predict` take it like any loader. Your own steps get the batch, for
     example `batch["labelled"]` and `batch["unlabelled"]`.
@@ -41,19 +48,27 @@ class CombinedLoader(ReadByItself):
         loaders: a dict, list or tuple of loaders, or of any iterables that can be read again.
         mode: the length of a pass if lengths differ. `"min_size"` (default): the shortest.
             `"max_size_cycle"`: the longest, while shorter ones start again in a new order.
-            `"max_size"`: the longest, with None in place of those that have ended.
+            `"max_size"`: the longest, with None in place of those that have ended. A mixture ends
+            before a loader would have to start again, or with `"max_size_cycle"` when each has been
+            read at least once.
+        weights: how often each loader's batches come: positive numbers in the loaders' structure,
+            of which the ratios matter. Default None: a batch of each in every step.
 
     Raises:
-        ArgumentTypeError, ConfigurationError: there are no loaders, or the mode is unknown.
+        ArgumentTypeError, ConfigurationError: there are no loaders, the mode is unknown, or the
+            weights aren't a positive number for each loader.
 
     Example:
         >>> import fitkit
         >>> pairs = fitkit.data.CombinedLoader({"a": [1, 2, 3], "b": "xy"}, "max_size_cycle")
         >>> list(pairs)
         [{'a': 1, 'b': 'x'}, {'a': 2, 'b': 'y'}, {'a': 3, 'b': 'x'}]
+        >>> mixture = fitkit.data.CombinedLoader([[1, 2, 3], "xyz"], weights=[3, 1])
+        >>> sorted(mixture, key=str)
+        [1, 2, 3, 'x']
     """
 
-    def __init__(self, loaders: Any, mode: str = "min_size") -> None:
+    def __init__(self, loaders: Any, mode: str = "min_size", *, weights: Any = None) -> None:
         if not isinstance(loaders, (Mapping, list, tuple)) or not loaders:
             raise ArgumentTypeError(
                 f"loaders={describe(loaders)} must be a dict, list or tuple of loaders."
@@ -73,6 +88,28 @@ class CombinedLoader(ReadByItself):
                     f"loaders[{name!r}]={describe(loader)} must be a DataLoader, or an iterable "
                     "that can be read again."
                 )
+        self.weights: list[float] | None = None if weights is None else self._checked(weights)
+
+    def _checked(self, weights: Any) -> list[float]:
+        """Return the weights in the loaders' order."""
+        if self.mode == "max_size":
+            raise ConfigurationError(
+                "mode='max_size' gives None in place of loaders that have ended, which a mixture "
+                "can't. With weights write 'min_size' or 'max_size_cycle'."
+            )
+        names = list(self.loaders) if isinstance(self.loaders, Mapping) else None
+        if names is not None and isinstance(weights, Mapping) and set(weights) == set(names):
+            weights = [weights[name] for name in names]
+        elif names is not None or not isinstance(weights, (list, tuple)):
+            weights = []
+        if len(weights) != len(self.loaders):
+            wanted = f"a list of {len(self.loaders)} numbers"
+            if names is not None:
+                wanted = f"a dict with a number for each of {', '.join(map(repr, names))}"
+            raise ConfigurationError(f"weights must be {wanted}, as there are loaders.")
+        for weight in weights:
+            check_number("weights", weight, above=0)
+        return [float(weight) for weight in weights]
 
     @property
     def parts(self) -> list[Any]:
@@ -80,14 +117,47 @@ class CombinedLoader(ReadByItself):
         return list(self.loaders.values() if isinstance(self.loaders, Mapping) else self.loaders)
 
     def structured(self, batches: Iterable[Any]) -> Any:
-        """One batch from each loader, in the loaders' structure."""
+        """Return one batch from each loader in the loaders' structure, or the one that there is."""
+        if self.weights is not None:
+            return next(batch for batch in batches if batch is not EMPTY)
         if isinstance(self.loaders, Mapping):
             return dict(zip(self.loaders, batches, strict=True))
         return tuple(batches)
 
     def length(self, lengths: Iterable[int]) -> int:
         """Return the number of batches in a pass, for loaders with these lengths."""
+        if self.weights is not None:
+            return sum(self._shares(list(lengths)))
         return min(lengths) if self.mode == "min_size" else max(lengths)
+
+    def _shares(self, lengths: list[int]) -> list[int]:
+        """Return how many batches of each loader a mixture's pass has, for these lengths."""
+        assert self.weights is not None
+        parts = [weight / sum(self.weights) for weight in self.weights]
+        cycles = self.mode == "max_size_cycle"
+        passes = [length / part for length, part in zip(lengths, parts, strict=True)]
+        steps = math.ceil(max(passes) - 1e-9) if cycles else math.floor(min(passes) + 1e-9)
+        while True:
+            shares = apportioned(steps, parts)
+            pairs = list(zip(shares, lengths, strict=True))
+            if all(share >= length if cycles else share <= length for share, length in pairs):
+                return shares
+            steps += 1 if cycles else -1  # rounding took a batch too many of a loader, or too few
+
+    def _turns(self) -> Iterator[int]:
+        """Yield the numbers of the loaders whose turn it is in a mixture's pass."""
+        assert self.weights is not None
+        seed = int(torch.empty((), dtype=torch.int64).random_())
+        generator = torch.Generator().manual_seed(seed)
+        lengths = [length_of(part) for part in self.parts]
+        known = [length for length in lengths if length is not None]
+        if len(known) < len(lengths):
+            weights = torch.tensor(self.weights, dtype=torch.float64)
+            while True:
+                yield from torch.multinomial(weights, 256, True, generator=generator).tolist()
+        shares = torch.tensor(self._shares(known))
+        turns = torch.arange(len(shares)).repeat_interleave(shares)
+        yield from turns[torch.randperm(len(turns), generator=generator)].tolist()
 
     def __len__(self) -> int:
         return self.length(len(loader) for loader in self.parts)
@@ -132,6 +202,8 @@ class CombinedLoader(ReadByItself):
         Args:
             again: functions that begin each reader once more, for the mode that cycles.
         """
+        if self.weights is not None:
+            return _mixed(readers, again, self._turns(), ends_early=self.mode == "min_size")
         if self.mode == "min_size":
             return zip(*readers, strict=False)
         if self.mode == "max_size":
@@ -155,11 +227,41 @@ def _cycled(
                 readers[index] = begin()
                 batch = next(readers[index], missing)
                 if batch is missing:
-                    raise ConfigurationError(
-                        "A loader of the CombinedLoader gave no batch in a new cycle."
-                    )
+                    raise ConfigurationError(NO_NEW_CYCLE)
             batches.append(batch)
         yield batches
+
+
+def _mixed(
+    readers: list[Iterator[Any]],
+    again: Sequence[Callable[[], Iterator[Any]]],
+    turns: Iterator[int],
+    *,
+    ends_early: bool,
+) -> Iterator[list[Any]]:
+    """Yield the entry of the reader whose turn it is, with `EMPTY` in the others' places."""
+    missing = object()
+    over = [False] * len(readers)
+    for turn in turns:
+        entry = next(readers[turn], missing)
+        if entry is missing:
+            over[turn] = True
+            if ends_early or all(over):
+                return
+            readers[turn] = again[turn]()
+            entry = next(readers[turn], missing)
+            if entry is missing:
+                raise ConfigurationError(NO_NEW_CYCLE)
+        yield [entry if place == turn else EMPTY for place in range(len(readers))]
+
+
+def apportioned(count: int, parts: list[float]) -> list[int]:
+    """Divide a count into whole numbers by parts of 1: the largest remainders are rounded up."""
+    shares = [math.floor(count * part + 1e-9) for part in parts]
+    by_remainder = sorted(range(len(parts)), key=lambda place: shares[place] - count * parts[place])
+    for place in by_remainder[: count - sum(shares)]:
+        shares[place] += 1
+    return shares
 
 
 class CombinedSource(DrawnSource):
@@ -204,9 +306,9 @@ class CombinedSource(DrawnSource):
         self, reader: ReadInOrder, chosen: list[Any], number: int, seeds: torch.Generator
     ) -> Iterator[Any]:
         filled = [indices for indices in chosen if indices is not EMPTY]
-        ended = itertools.repeat(None, len(chosen) - len(filled))
-        return itertools.chain(reader(filled, number, seeds), ended) if filled else ended
+        batches = reader(filled, number, seeds) if filled else iter(())
+        return (EMPTY if indices is EMPTY else next(batches) for indices in chosen)
 
 
 EMPTY = None
-"""In place of the indices of a batch, for a loader that has ended."""
+"""In place of a batch, or of its indices, of a loader that has ended or whose turn it isn't."""
