@@ -15,7 +15,8 @@ from fitkit.arguments import check_number, describe
 from fitkit.errors import ConfigurationError
 from fitkit.losses.class_weights import ClassWeights
 from fitkit.losses.guards import check_learns
-from fitkit.losses.loss import Count, KnownLoss, Loss, OwnLoss, resolve
+from fitkit.losses.loss import Count, KnownLoss, Loss, resolve
+from fitkit.losses.own import OwnLoss
 from fitkit.outputs import (
     SINGLE,
     LossHint,

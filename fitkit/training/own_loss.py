@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fitkit import trees
-from fitkit.losses.loss import OwnLoss
+from fitkit.losses.own import OwnLoss
 from fitkit.outputs import is_hugging_face
 from fitkit.typing import Tree
 
