@@ -294,6 +294,7 @@ class CustomLoss(Loss):
         self._ignored: Any = getattr(function, "ignore_index", IGNORED)
         self._has_warned = False
         self._was_asked = False  # whether it sums
+        self._per_label: float | None = None  # the values that it gave for each label
         if isinstance(function, nn.Module) and isinstance(
             getattr(function, "reduction", None), str
         ):
@@ -317,6 +318,8 @@ class CustomLoss(Loss):
         if not result.requires_grad:
             self._check_detached(prediction)
         if result.ndim:
+            is_tensor = isinstance(target, torch.Tensor) and target.numel() > 0
+            self._per_label = result.numel() / target.numel() if is_tensor else None
             count = self._counted_values(result, target)
             if count is None:
                 return result.mean(), result.numel()
@@ -325,6 +328,14 @@ class CustomLoss(Loss):
             self._was_asked = True
             check_no_sum(self.label, self._function, prediction, target)
         return result, None
+
+    def count(self, prediction: Any, target: Any, classes: int | None = None) -> Count:
+        """As of all losses. Of a batch to come it says so many values a label as the last had."""
+        if self._per_label is None or not isinstance(target, torch.Tensor):
+            return None
+        if self._per_label == 1 and is_labels(target) and isinstance(self._ignored, int):
+            return (target != self._ignored).sum()
+        return target.numel() * self._per_label
 
     def weighted(self, prediction: Any, target: Any, weight: torch.Tensor) -> torch.Tensor:
         return self.counted(prediction, target, weight, None, is_part=False)[0]

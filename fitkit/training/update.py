@@ -246,6 +246,7 @@ class Update:
         self._counted: Any = None  # count in the group so far, on this rank; None if samples count
         self._per_sample: float | None = None  # a sample's approximate count: a power of 2
         self._totals: list[float] | None = None  # each output's count in the group, on all ranks
+        self._to_come: dict[str, float] = {}  # what is left of it in this rank's batches to come
         self._first = 1  # samples of the group's first step, on all ranks
         self._takes_closure = needs_closure(optimizer)
         if needs_graph(optimizer):
@@ -422,6 +423,12 @@ class Update:
             rest = [self.step.counts_of(batch) for batch in coming]
             sums = [sum(map(float, column)) for column in zip(counts, *rest, strict=True)]
             self._totals = self._strategy.data_ranks.sums(sums)
+            self._to_come = dict(zip((term.name for term in terms), sums, strict=True))
+        for term, count in zip(terms, counts, strict=True):
+            if isinstance(count, (int, float)):
+                self._to_come[term.name] -= count
+            else:  # reading it may wait
+                self._to_come[term.name] = 0.0
         weighed = [
             nothing_if(term.value, count) * (term.scale * count * self._ranks / max(whole, TINY))
             for term, count, whole in zip(terms, counts, self._totals, strict=True)
@@ -464,6 +471,12 @@ class Update:
         expected, found = float(self._first * self.accumulate), self._samples
         if self._totals is not None:
             expected, found = 1.0, 1
+            if wrong := [name for name, count in self._to_come.items() if abs(count) > 0.5]:
+                raise ConfigurationError(
+                    f"The loss of {', '.join(wrong)} is a mean over values whose number can't be "
+                    "known before the forward, but updates of several outputs and batches need it. "
+                    "Let it return one value per sample, or write accumulate_grad_batches=1."
+                )
         elif self._counted is not None:
             expected, found = expected * (self._per_sample or 1.0), self._counted_by_all()
         self._totals = self._counted = None
