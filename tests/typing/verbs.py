@@ -61,8 +61,7 @@ logits = model.predict(x, as_numpy=False)["logits"]
 model.predict(x, y)  # error: reportCallIssue
 model.predict(x, out="scores.npy")
 model.predict(x, out=lambda outputs, indices: None)
-model.predict(x, out=3)  # error: reportArgumentType
-batches = [len(outputs) for outputs in model.predict_batches(x)]
+lengths = [len(outputs) for outputs in model.predict_batches(x)]
 
 # files
 model.save(Path("model.h5"))
