@@ -17,6 +17,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fitkit.extras import keras_backend  # noqa: F401
+
+# isort: split
 import keras
 import torch
 from keras.src.backend.common.keras_tensor import KerasTensor

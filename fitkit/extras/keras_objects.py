@@ -6,6 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from fitkit.extras import keras_backend  # noqa: F401
+
+# isort: split
 import keras
 import torch
 

@@ -13,6 +13,9 @@ from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
+from fitkit.extras import keras_backend  # noqa: F401
+
+# isort: split
 import cloudpickle
 import torch
 from keras.src.saving.keras_saveable import KerasSaveable

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fitkit
+from fitkit.distributed.launchers.workers import end_workers
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 keras = pytest.importorskip("keras")
@@ -387,6 +388,17 @@ def test_accumulated_parts_make_the_update_of_the_whole(name):
 def test_two_processes_are_one(name):
     two = fitted(name, batch_size=8, accelerator="cpu", devices=2, strategy="ddp_spawn")
     same(fitted(name), two)
+
+
+def test_workers_that_began_before_the_backend_was_chosen_take_part(monkeypatch):
+    end_workers()
+    hardware = {"accelerator": "cpu", "devices": 2, "strategy": "ddp_spawn"}
+    with monkeypatch.context() as before:
+        before.delenv("KERAS_BACKEND", raising=False)
+        model = fitkit.Model(torch.nn.Linear(8, 1))
+        model.compile("sgd", "mse", **hardware)
+        model.fit(X, Y, verbose=0)
+    same(fitted("constraints"), fitted("constraints", batch_size=8, **hardware))
 
 
 def test_two_processes_with_sharded_optimizers_are_one():

@@ -1,0 +1,11 @@
+"""Choose Keras's torch backend where Keras isn't imported yet. Import this before Keras.
+
+In the script's process, Keras is there before any of its networks. A worker may have begun before
+the script chose the backend; whatever reaches it runs on torch.
+"""
+
+import os
+import sys
+
+if "keras" not in sys.modules:
+    os.environ["KERAS_BACKEND"] = "torch"
