@@ -19,9 +19,7 @@ from torch.optim import Optimizer
 from fitkit import trees
 from fitkit.errors import warn_once
 from fitkit.registry import Registry
-
-Tree = Any
-"""A tensor, or a tuple, list or dict of such trees."""
+from fitkit.typing import Tree
 
 
 class Guest(nn.Module):
@@ -130,7 +128,7 @@ def warn_of_parts(model: nn.Module) -> None:
         )
 
 
-def as_ours(argument: str, value: Tree) -> Tree:
+def as_ours(argument: str, value: Any) -> Any:
     """Return an argument of `compile` in which other libraries' objects became what it takes."""
     if all(package_of(leaf) is None for leaf in trees.leaves(value)):
         return value

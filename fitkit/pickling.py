@@ -43,7 +43,7 @@ def in_main_memory(value: Any) -> Any:
     buffer = io.BytesIO()
     apart = _Apart(buffer)
     apart.dump(value)
-    return _Together(io.BytesIO(buffer.getvalue()), apart.kept).load()
+    return Together(io.BytesIO(buffer.getvalue()), apart.kept).load()
 
 
 class _Apart(pickle.Pickler):
@@ -63,7 +63,9 @@ class _Apart(pickle.Pickler):
         return self._places[id(value)]
 
 
-class _Together(pickle.Unpickler):
+class Together(pickle.Unpickler):
+    """Loads a pickle of which some objects were kept apart, in a list."""
+
     def __init__(self, buffer: io.BytesIO, kept: list[Any]) -> None:
         super().__init__(buffer)
         self._kept = kept

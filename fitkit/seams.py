@@ -185,7 +185,7 @@ from fitkit.optimizers import (
     needs_closure,
     put_rate,
 )
-from fitkit.pickling import REDUCERS
+from fitkit.pickling import REDUCERS, Together
 from fitkit.schedulers import SCHEDULERS
 from fitkit.training.applier import Applier
 from fitkit.training.compiler import Compiler, PassSteps, Take, Updates
@@ -263,6 +263,7 @@ __all__ = [
     "Take",
     "Term",
     "TextFile",
+    "Together",
     "Update",
     "Updates",
     "WeightFormat",

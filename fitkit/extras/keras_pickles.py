@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copyreg
 import io
-import pickle
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -22,7 +21,7 @@ from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils import backend_utils, tracking
 from torch import nn
 
-from fitkit.seams import REDUCERS
+from fitkit.seams import REDUCERS, Together
 
 WRAPPED = ("build", "quantize")
 """The methods that each Keras layer has its own wrapper of, made by `__new__`."""
@@ -105,15 +104,6 @@ class _Apart(cloudpickle.Pickler):
         return len(self.kept) - 1
 
 
-class _Together(pickle.Unpickler):
-    def __init__(self, buffer: io.BytesIO, kept: list[Any]) -> None:
-        super().__init__(buffer)
-        self._kept = kept
-
-    def persistent_load(self, place: int) -> Any:
-        return self._kept[place]
-
-
 def taken_apart(net: Any, *, keeps_code: bool) -> tuple[bytes, list[Any]]:
     """Return a network without its tensors (and functions and classes), and these."""
     buffer = io.BytesIO()
@@ -124,4 +114,4 @@ def taken_apart(net: Any, *, keeps_code: bool) -> tuple[bytes, list[Any]]:
 
 def put_together(data: bytes, kept: list[Any]) -> Any:
     """Return the network of `taken_apart` with these tensors."""
-    return _Together(io.BytesIO(data), kept).load()
+    return Together(io.BytesIO(data), kept).load()

@@ -122,7 +122,21 @@ def arguments_of(function: Any, *without: str) -> list[str]:
     return [name for name in named if name not in ("self", "project", "project_name", *without)]
 
 
-class Trackio(Tracker):
+class _LogsDicts(Tracker):
+    """A tracker whose run takes dicts, with a step beside them."""
+
+    def log_hyperparameters(self, values: dict[str, Any]) -> None:
+        self.connection.config.update(values)
+
+    def log_scalars(self, values: dict[str, float], step: int, epoch: int | None) -> None:
+        self.connection.log(with_epoch(values, epoch), step=step)
+
+    def log_figure(self, name: str, figure: Any, step: int | None = None) -> None:
+        image = self.module().Image(pixels(figure))
+        self.opened().log({name: image}, step=self.step if step is None else step)
+
+
+class Trackio(_LogsDicts):
     """Logs to trackio, Hugging Face's tracker, on this machine. `trackio show` draws the runs.
 
     The x-axis is the training step; `epoch` counts from 0. A resumed training continues its run,
@@ -159,21 +173,11 @@ class Trackio(Tracker):
         self.run_id: str | None = run.name
         return run
 
-    def log_hyperparameters(self, values: dict[str, Any]) -> None:
-        self.connection.config.update(values)
-
-    def log_scalars(self, values: dict[str, float], step: int, epoch: int | None) -> None:
-        self.connection.log(with_epoch(values, epoch), step=step)
-
-    def log_figure(self, name: str, figure: Any, step: int | None = None) -> None:
-        image = self.module().Image(pixels(figure))
-        self.opened().log({name: image}, step=self.step if step is None else step)
-
     def close(self, module: Any, error: BaseException | None) -> None:
         module.finish()
 
 
-class SwanLab(Tracker):
+class SwanLab(_LogsDicts):
     """Logs to SwanLab. With `mode="offline"` it writes files that `swanlab sync` can send.
 
     The x-axis is the training step; `epoch` counts from 0. A resumed training continues its run.
@@ -207,16 +211,6 @@ class SwanLab(Tracker):
         run = module.init(project=self.project, **options)
         self.run_id: str | None = run.id
         return run
-
-    def log_hyperparameters(self, values: dict[str, Any]) -> None:
-        self.connection.config.update(values)
-
-    def log_scalars(self, values: dict[str, float], step: int, epoch: int | None) -> None:
-        self.connection.log(with_epoch(values, epoch), step=step)
-
-    def log_figure(self, name: str, figure: Any, step: int | None = None) -> None:
-        image = self.module().Image(pixels(figure))
-        self.opened().log({name: image}, step=self.step if step is None else step)
 
     def close(self, module: Any, error: BaseException | None) -> None:
         ended = "success" if error is None else "crashed"
