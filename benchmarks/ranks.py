@@ -284,7 +284,7 @@ def noted_of_an_epoch() -> tuple[Any, Any]:
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             run: Any = self.model._fitkit.fit_state.run
             logbook = run.step.logbook
-            found[:] = [noted_by(logbook, 1, 0), logbook]
+            found[:] = [noted_by(logbook, 0), logbook]
 
     model = fitkit.Model(torch.nn.Linear(4, 3))
     model.compile("sgd", "cross_entropy", metrics=["accuracy"], accelerator="cpu")

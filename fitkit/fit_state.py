@@ -185,7 +185,7 @@ class Run(Protocol):
         steps_done: the number of steps made in this epoch.
         is_between_updates: whether no batch waits for others to make an update with it. A save is
             complete only then.
-        resumed: where the training continues (`epoch`, `steps`); None for a new one.
+        progress: where the training is on this rank: what a resumed one would begin with.
         batch: the batch of the last step on this rank, as the source gave it; None between epochs.
         seen_values: the values of the epoch's last validation, if callbacks have already seen
             them within the epoch (`on_validation_within_epoch`); else empty.
@@ -195,6 +195,7 @@ class Run(Protocol):
     """
 
     steps_done: int
+    progress: Progress
     batch: Batch | None
     seen_values: Values
     validated_names: set[str]
@@ -206,11 +207,8 @@ class Run(Protocol):
     @property
     def is_between_updates(self) -> bool: ...
 
-    @property
-    def resumed(self) -> Progress | None: ...
-
-    def progress(self) -> Progress:
-        """How far it is, for a checkpoint. Collective."""
+    def checkpoint_progress(self) -> Progress:
+        """Return how far it is on all ranks, for a checkpoint. Collective."""
 
     def weights(self, *, spread: bool = False, trainable_only: bool = False) -> PlainData:
         """Collect the weights for a checkpoint, on all ranks. `spread`: each rank its part."""

@@ -1,4 +1,4 @@
-"""How far a training is, as plain data."""
+"""How far a training is: its loop advances it, a checkpoint has it, a resumed fit begins there."""
 
 from __future__ import annotations
 
@@ -12,41 +12,45 @@ from fitkit.typing import PlainData
 class Progress:
     """How far a training is, as plain data.
 
+    A checkpoint has that of all ranks (`Fit.checkpoint_progress`). In a fit each rank has its own
+    (`for_rank`), with one entry in the lists of all ranks. The fit keeps the first attributes, up
+    to `validated`, up to date. The others are where it was resumed.
+
     Attributes:
         epoch: the epoch to continue with, from 0.
         steps: the number of steps made in it.
         number: the number of the pass over the data.
         batches: how many of the pass's batches are done, over all ranks.
+        shares: the number of shares of the data, which may be fewer than the ranks.
         began: each rank's random state when the pass began; None before the first.
+        noted: what each rank has recorded of the epoch: sums, metrics' states, logged values,
+            steps. In a fit, what was recorded before it was resumed.
+        validated: the epoch's last validation within it: the `steps` and `updates` made before it,
+            and its `values`. None if there was none.
         random: each rank's random state now.
         seed: the seed of in-memory data's order; None if there is none.
         loader: the state of a loader that keeps its own; otherwise None.
-        noted: what each rank has recorded of the epoch: sums, metrics' states, logged values,
-            steps.
         history: the epochs' numbers, and the values by name.
         warm_up: the updates made and the target rates; None without a warmup.
         callbacks: each callback's class, what it watches, and its state, in their order.
         data: facts that decide the data's order, and that identify the data.
-        shares: the number of shares of the data, which may be fewer than the ranks.
-        validated: the epoch's last validation within it: the `steps` and `updates` made before it,
-            and its `values`. None if there was none.
     """
 
-    epoch: int
-    steps: int
-    number: int
-    batches: int
-    began: list[PlainData | None]
-    random: list[PlainData]
-    seed: int | None
-    loader: PlainData | None
-    noted: list[PlainData]
-    history: PlainData
-    warm_up: PlainData | None
-    callbacks: list[PlainData]
-    data: PlainData
-    shares: int
-    validated: PlainData | None
+    epoch: int = 0
+    steps: int = 0
+    number: int = 0
+    batches: int = 0
+    shares: int = 1
+    began: list[PlainData | None] = dataclasses.field(default_factory=lambda: [None])
+    noted: list[PlainData] = dataclasses.field(default_factory=list)
+    validated: PlainData | None = None
+    random: list[PlainData] = dataclasses.field(default_factory=list)
+    seed: int | None = None
+    loader: PlainData | None = None
+    history: PlainData = dataclasses.field(default_factory=dict)
+    warm_up: PlainData | None = None
+    callbacks: list[PlainData] = dataclasses.field(default_factory=list)
+    data: PlainData = dataclasses.field(default_factory=dict)
 
     def as_dict(self) -> PlainData:
         """Plain data for a file."""
@@ -69,7 +73,36 @@ class Progress:
             values[item.name] = data[item.name]
         return cls(**values)
 
-    def of_rank(self, rank: int, what: str) -> PlainData | None:
-        """Return a rank's entry of `began` or `random`. Rank 0's, if there were fewer ranks."""
-        states: list[PlainData | None] = getattr(self, what)
-        return states[rank] if rank < len(states) else None
+    def for_rank(self, rank: int, shares: int) -> Progress:
+        """Return where a rank continues a saved training.
+
+        A rank that is new has rank 0's state at the pass's beginning, which determines the data's
+        order.
+
+        Args:
+            rank: its number.
+            shares: into how many shares the data are divided now.
+        """
+        validated = self.validated
+        if validated is not None:
+            validated = {**validated, "steps": self._steps_with(shares, validated["steps"])}
+        own = slice(rank, rank + 1)
+        return dataclasses.replace(
+            self,
+            steps=self._steps_with(shares, self.steps),
+            shares=shares,
+            began=self.began[own] or self.began[:1] or [None],
+            noted=list(self.noted) if self.steps else [],
+            validated=validated,
+            random=self.random[own],
+        )
+
+    def _steps_with(self, shares: int, steps: int) -> int:
+        return -(-steps * self.shares // shares)
+
+    def end_epoch(self, *, ends_pass: bool) -> None:
+        """Go on to the next epoch."""
+        self.epoch, self.steps = self.epoch + 1, 0
+        self.noted, self.validated = [], None
+        if ends_pass:
+            self.number, self.batches = self.number + 1, 0

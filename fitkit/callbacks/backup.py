@@ -144,8 +144,7 @@ class BackupAndRestore(Callback):
         if not several_ranks(self.model):
             return
         run = run_of(self.model)
-        resumed = None if run is None else run.resumed
-        place = None if resumed is None else (resumed.epoch, resumed.steps)
+        place = None if run is None else (run.progress.epoch, run.progress.steps)
         places = from_all_ranks(self.model, place)
         for rank, other in enumerate(places):
             if other != places[0]:

@@ -81,6 +81,18 @@ class History(Callback):
             self.history.setdefault(name, []).append(value)
             self._epochs_with.setdefault(name, []).append(epoch)
 
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": list(self.epoch),
+            "history": {name: list(values) for name, values in self.history.items()},
+            "validations": list(self.validations),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch = list(state["epoch"])
+        self.history = {name: list(values) for name, values in state["history"].items()}
+        self.validations = list(state.get("validations", []))
+
     def plot(
         self,
         metrics: str | Sequence[str] | None = None,

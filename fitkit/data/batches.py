@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from fitkit import trees
 from fitkit.arguments import dtype_name
 from fitkit.errors import ConfigurationError, warn
+from fitkit.progress import Progress
 from fitkit.random_states import random_state, set_random_state
 from fitkit.samples import plain_rows
 from fitkit.samples import samples_of as samples_of
@@ -249,21 +250,6 @@ def warn_of_second_target(y: Any, weight: Any) -> None:
         )
 
 
-@dataclasses.dataclass
-class Position:
-    """The place of a training in its data.
-
-    Attributes:
-        number: the number of the pass over the data, from 0.
-        batches: how many of its batches are done, over all ranks.
-        began: the random state when the pass began (plain data).
-    """
-
-    number: int = 0
-    batches: int = 0
-    began: dict[str, Any] | None = None
-
-
 class Stream:
     """Cuts a source into epochs.
 
@@ -273,25 +259,18 @@ class Stream:
 
     Args:
         source: the source of the batches.
+        progress: where the training is. The stream keeps its pass up to date: with `steps` also
+            its batches, which otherwise the loop counts.
         steps: batches per epoch; None for one pass.
-        first: the number of the first pass, which determines the shuffling.
-        ranks: how many batches of the whole data a step takes.
-
-    Attributes:
-        position: the current place. With `steps` it is counted here, otherwise by `note`.
     """
 
-    def __init__(
-        self, source: Source, steps: int | None = None, first: int = 0, ranks: int = 1
-    ) -> None:
+    def __init__(self, source: Source, progress: Progress, steps: int | None = None) -> None:
         self.source = source
         self.steps: int | None = source.steps if steps is None else steps
-        self.position: Position = Position(first)
+        self._progress = progress
         self._limit = steps
-        self._ranks = ranks
         # No reference back to this stream: a reference cycle would keep a loader's workers alive.
-        self._endless = _passes(source, self.position, ranks) if steps is not None else iter(())
-        self._epochs = 0
+        self._endless = _passes(source, progress) if steps is not None else iter(())
 
     def epoch(self, done: int = 0) -> Iterator[Any]:
         """Return the next epoch's batches.
@@ -301,16 +280,7 @@ class Stream:
         """
         if self._limit is not None:
             return itertools.islice(self._endless, self._limit - done)
-        if self._epochs:
-            self.position.number += 1
-            self.position.batches = 0
-        self._epochs += 1
-        return _begin(self.source, self.position)
-
-    def note(self, steps: int) -> None:
-        """Record how many of the epoch's steps are done."""
-        if self._limit is None:
-            self.position.batches = steps * self._ranks
+        return _begin(self.source, self._progress)
 
     def peek(self) -> Any:
         """Read a batch, which is yielded again in its turn; None if there is none.
@@ -333,7 +303,7 @@ class Stream:
         return batch
 
     def _first_with_rows(self) -> Any:
-        batches = self.source.batches(self.position.number)
+        batches = self.source.batches(self._progress.number)
         return next((batch for batch in batches if batch is not NoRows), None)
 
     def loader_state(self, *, ends_pass: bool) -> dict[str, Any] | None:
@@ -358,34 +328,34 @@ class Stream:
         return self.source.generators
 
 
-def _begin(source: Source, position: Position) -> Iterator[Any]:
-    """Return the batches of a pass from a position on. What its beginning draws is drawn again."""
-    own = source.own_state
-    if position.batches and own is not None and own.waits:
-        return source.batches(position.number, position.batches)
+def _begin(source: Source, progress: Progress) -> Iterator[Any]:
+    """Return the rest of the pass's batches. What its beginning draws is drawn again."""
+    own, (began,) = source.own_state, progress.began
+    if progress.batches and own is not None and own.waits:
+        return source.batches(progress.number, progress.batches)
     generators = source.generators
-    if position.batches and position.began is not None:
+    if progress.batches and began is not None:
         now = random_state(generators)
-        set_random_state(position.began, generators)
-        batches = source.batches(position.number, position.batches)
+        set_random_state(began, generators)
+        batches = source.batches(progress.number, progress.batches)
         set_random_state(now, generators)
         return batches
-    position.began = random_state(generators)
-    return source.batches(position.number)
+    progress.began = [random_state(generators)]
+    return source.batches(progress.number)
 
 
-def _passes(source: Source, position: Position, ranks: int) -> Iterator[Any]:
+def _passes(source: Source, progress: Progress) -> Iterator[Any]:
     """Pass after pass, until the source yields nothing or can't be read again."""
     while True:
-        count = position.batches
-        for batch in _begin(source, position):
-            count += ranks
-            position.batches = count
+        count = progress.batches
+        for batch in _begin(source, progress):
+            count += progress.shares
+            progress.batches = count
             yield batch
         if not source.repeatable or count == 0:
             return
-        position.number += 1
-        position.batches = 0
+        progress.number += 1
+        progress.batches = 0
 
 
 def limited(source: Source, steps: int | None) -> Iterator[Any]:

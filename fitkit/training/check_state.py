@@ -161,7 +161,7 @@ def check_training(training: PlainData, path: str) -> None:
 
 
 def check_progress(progress: Progress, training: PlainData, path: str) -> None:
-    """Refuse what `progress_of` never gives.
+    """Refuse what `Fit.checkpoint_progress` never gives.
 
     Args:
         training: what `check_training` has passed.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 import torch
@@ -33,16 +34,10 @@ from fitkit.schedulers import VALIDATION_NAME
 from fitkit.training import unsaved
 from fitkit.training.compiler import Updates, compiler_of
 from fitkit.training.evaluate import evaluate_source, users_look
-from fitkit.training.log import LazyLogs, reduced, warn_of_empty
+from fitkit.training.log import LazyLogs, noted_by, reduced, warn_of_empty
 from fitkit.training.own_step import Step, StepContext, running, step_for
 from fitkit.training.rates import Rates
-from fitkit.training.resume import (
-    continue_from,
-    epoch_continued,
-    give_states,
-    progress_of,
-    restore_history,
-)
+from fitkit.training.resume import check_data, facts_of, give_states, states_of
 from fitkit.training.settings import FitArguments
 from fitkit.training.snapshot import contents, weights_of
 from fitkit.training.surroundings import rank_source, surroundings
@@ -109,31 +104,27 @@ class Fit:
             name: rank_source(model, source, training=False, steps=arguments.validation_steps)
             for name, source in arguments.held_out.items()
         }
-        # How many ranks share the training data.
-        self.data_rank_count: int = self.strategy.data_ranks.world_size
-        self.stream: Stream = Stream(
-            self.source, arguments.steps_per_epoch, arguments.initial_epoch, self.data_rank_count
-        )
-        self.epoch: int = arguments.initial_epoch
-        self.steps_done: int = 0
-        self.steps_before: int = 0  # in the epoch before it was interrupted
+        first, resumed = arguments.initial_epoch, arguments.resumed
+        shares = self.strategy.data_ranks.world_size
+        self.progress: Progress = Progress(epoch=first, number=first, shares=shares)
+        if resumed is not None:
+            self.progress = resumed.for_rank(self.collectives.rank, shares)
+        self.stream: Stream = Stream(self.source, self.progress, arguments.steps_per_epoch)
+        if resumed is not None:
+            self._continue_in_data(resumed)
+        self.steps_done: int = 0  # of the epoch whose hooks are called
         self.batch: Batch | None = None  # of the last step; None between epochs
         self.logs: Values | None = None  # of the last epoch, until the next one begins
-        self.noted_before: list[PlainData] = []  # by all ranks, in these steps
         self.accumulate: int = arguments.accumulate or compilation.given.accumulate_grad_batches
         # The batches between two calls of the batch hooks.
         self.group_size: int = arguments.callback_list.batches_between_hooks(
             compilation.given.steps_per_execution
         )
-        self.validated: PlainData | None = None  # see Progress.validated
         self.seen_values: Values = {}
         self.validated_names: set[str] = set()
+        if self.progress.validated is not None:
+            self.validated_names.update(self.progress.validated["values"])
         self.doubts: list[str] = []
-        self.resumed: Progress | None = arguments.resumed
-        if self.resumed is not None:
-            continue_from(self, self.resumed)
-            if self.validated is not None:
-                self.validated_names.update(self.validated["values"])
         self.epoch_steps = self.stream.steps
         self.interval: Fraction | None = None
         if self.held_out and arguments.validates_within_epochs:
@@ -161,9 +152,9 @@ class Fit:
             arguments.weights_by_class.expect(self.source.target, self.collectives.rank)
         self.step.mover.bring_whole(self.source)
         sizes = self._accumulation_by_epoch()
-        now = [size for first, size in sizes if first <= arguments.initial_epoch]
-        before = self.steps_before // (now or [self.accumulate])[-1]
-        changes = tuple((first, -(-(steps or 0) // size)) for first, size in sizes)
+        now = [size for begin, size in sizes if begin <= first]
+        before = self.progress.steps // (now or [self.accumulate])[-1]
+        changes = tuple((begin, -(-(steps or 0) // size)) for begin, size in sizes)
         self.rates: Rates = Rates(model, arguments, self.step, updates, before, changes)
         self.update: Updates = updates_for(
             model, self.context, self.step, accumulate=self.accumulate, rates=self.rates
@@ -181,6 +172,19 @@ class Fit:
         self.history: History = History()
         self.has_warned_of_non_finite: bool = False
         self.has_warned_of_empty: bool = False
+
+    def _continue_in_data(self, resumed: Progress) -> None:
+        """Continue in the data where a training was interrupted."""
+        ranks = self.collectives.world_size
+        if len(resumed.random) != ranks:
+            warn(
+                f"Training continues with {ranks} ranks instead of {len(resumed.random)}. Each "
+                "remaining sample of the epoch is used once, but in other batches than before."
+            )
+        check_data(self.source, resumed)
+        if resumed.seed is not None and hasattr(self.source.whole, "seed"):
+            self.source.whole.seed = resumed.seed
+        self.stream.take_loader_state(resumed.loader)
 
     def _accumulation_by_epoch(self) -> list[tuple[int, int]]:
         """Epochs from which on a callback sets the batches of an update, and how many."""
@@ -203,19 +207,20 @@ class Fit:
                 callbacks.call("on_train_begin", {})
             self.warn_of_doubts()
             self.in_evaluation = kept_in_evaluation(model._weights_module())
-            if self.resumed is not None:  # after on_train_begin, which resets callbacks
-                restore_history(self.history, self.resumed)
-                give_states(arguments.callback_list.callbacks, self.resumed.callbacks)
+            resumed = arguments.resumed
+            if resumed is not None:  # after on_train_begin, which resets callbacks
+                self.history.load_state_dict(resumed.history)
+                give_states(arguments.callback_list.callbacks, resumed.callbacks)
             logs: Values = {n: values[-1] for n, values in self.history.history.items()}
             # A callback may have ended the training in the epoch of the checkpoint.
-            has_ended = self.resumed is not None and not self.steps_before and self._any_stops()
+            has_ended = resumed is not None and not self.progress.steps and self._any_stops()
             for epoch in range(arguments.initial_epoch, 0 if has_ended else arguments.epochs):
                 logs = self.run_epoch(epoch, callbacks, logs)
                 if model.stop_training:
                     break
             callbacks.call("on_train_end", logs)
             model.history = self.history  # a callback may have called fit
-            state.progress = progress_of(self)
+            state.progress = self.checkpoint_progress()
             self.end_engine()
 
     def end_engine(self) -> None:
@@ -246,7 +251,7 @@ class Fit:
             return
         what = f"{ranks} processes" if ranks > 1 else "1 process"
         what += f" of {replicas} replicas each" if replicas > 1 else ""
-        batch, parts = "", self.data_rank_count
+        batch, parts = "", self.progress.shares
         if size:
             sizes = f"{parts} x {size} = {parts * size}" if parts > 1 else f"{size}"
             batch = f", batches of {sizes} samples"
@@ -280,18 +285,25 @@ class Fit:
         """
         model, context, step, update = self.model, self.context, self.step, self.update
         state, logbook = model._fitkit.fit_state, self.step.logbook
+        progress = self.progress
         # Begin the epoch, or go on where it was interrupted.
         self.in_evaluation = to_training(model, self.in_evaluation)
         model.current_epoch = epoch
-        self.steps_done = done = self.steps_before
+        self.steps_done = done = progress.steps
         step.begin()
         context.begin()
-        with epoch_continued(self, epoch):
+        if not done:
+            self._restore_random_state()
+        with state.settings_restored() if done else contextlib.nullcontext():
             with running(model, context):
                 callbacks.call("on_epoch_begin", epoch, {})
-            self.epoch, self.logs, self.seen_values = epoch, None, {}
+            self.logs, self.seen_values = None, {}
             self._follow_freezing()
-            state.train()
+        state.train(state.stored_weights if done else None)
+        if done:
+            # These hooks ran before the interruption. What they log, draw and set now is undone.
+            context.waiting.clear()
+            self._restore_random_state()
 
         # Train on its batches.
         begin = callbacks.hooks("on_train_batch_begin")
@@ -321,13 +333,13 @@ class Fit:
                             for hook in begin:
                                 hook(index, {})
                         update(batch, index)
+                        logbook.steps += 1
                         if index == done + empty:
                             step.undo_writes()
                             if epoch == self.arguments.initial_epoch:
                                 self.strategy.after_first_batch(model, self.optimizers)
                         has_rows = True
-                    if end:
-                        self.note(index + 1)  # for a save in a hook, even on_exception
+                    self.note(index + 1)
                 if not has_rows:
                     continue
                 if looks:
@@ -338,17 +350,13 @@ class Fit:
                         hook(index, logs)
                 if self._any_stops() if asks_ranks else model.stop_training:
                     break
-                if validates:
-                    self.note(index + 1)
-                    if self._validate_if_due(epoch, callbacks):
-                        break
+                if validates and self._validate_if_due(epoch, callbacks):
+                    break
             update.flush()
             update.finish()
             self.batch = context.batch = None
-            self.note(index + 1)
             if empty and empty == index + 1:
                 raise ConfigurationError(f"x is empty: all {empty} batches have 0 samples.")
-            logbook.steps = index + 1 - done - empty
             if self._ran_out(epoch, index + 1):
                 return last
             if index + 1 == done:
@@ -361,11 +369,10 @@ class Fit:
         if self.strategy.engine is not None:
             self.strategy.engine.average_ranks()
         state.eval()
-        values, _ = reduced(logbook, self.strategy.log_ranks, self.noted_before)
-        self.steps_before, self.noted_before = 0, []
+        values, _ = reduced(logbook, self.strategy.log_ranks, progress.noted)
         model._fitkit.log_names = list(values)
         if self.held_out and self.arguments.validates_after(epoch):
-            before = self.validated
+            before = progress.validated
             if before and (before["steps"], before["updates"]) == (index + 1, state.updates):
                 self.seen_values = before["values"]  # unchanged since then
                 values.update(self.seen_values)
@@ -374,7 +381,7 @@ class Fit:
         self._warn_of_non_finite(epoch, values)
         self.rates.after_epoch(epoch, values, self.seen_values)
         self.logs = values
-        self.validated = None
+        progress.end_epoch(ends_pass=self.arguments.steps_per_epoch is None)
         with running(model, context):
             ended = callbacks.hooks("on_epoch_end")
             context.call_at_end(ended, values, self.strategy.data_ranks, epoch, values)
@@ -386,8 +393,10 @@ class Fit:
 
     def note(self, steps: int) -> None:
         """Record how many of the epoch's steps are done."""
-        self.steps_done = steps
-        self.stream.note(steps)
+        progress = self.progress
+        if self.arguments.steps_per_epoch is None:  # otherwise the stream counts
+            progress.batches += (steps - progress.steps) * progress.shares
+        self.steps_done = progress.steps = steps
 
     def _warn_of_non_finite(self, epoch: int, logs: Values) -> None:
         """Warn once, on rank 0, that a loss isn't finite."""
@@ -455,17 +464,18 @@ class Fit:
 
         A validation waits for a whole update. Schedulers and callbacks get its values.
         """
-        steps, interval = self.steps_done, self.interval
+        steps, interval = self.progress.steps, self.interval
         if interval is None or steps == self.epoch_steps or not self.is_between_updates:
             return False
-        last = 0 if self.validated is None else self.validated["steps"]
+        validated = self.progress.validated
+        last = 0 if validated is None else validated["steps"]
         if steps // interval <= last // interval:
             return False
         values = self._validate(callbacks, epoch)
         updates = self.model._fitkit.fit_state.updates
-        self.validated = {"steps": self.steps_done, "updates": updates, "values": dict(values)}
+        self.progress.validated = {"steps": steps, "updates": updates, "values": dict(values)}
         self.rates.after_validation(epoch, values)
-        callbacks.call("on_validation_within_epoch", self.steps_done - 1, values)
+        callbacks.call("on_validation_within_epoch", steps - 1, values)
         self.model.stop_training = self._any_stops()
         return self.model.stop_training
 
@@ -482,7 +492,7 @@ class Fit:
             named.update(values)
         self.validated_names.update(named)
         if self.interval is not None:
-            entry = {"epoch": epoch, "batches": self.steps_done, **named}
+            entry = {"epoch": epoch, "batches": self.progress.steps, **named}
             self.history.validations.append(entry)
         return named
 
@@ -529,9 +539,59 @@ class Fit:
         """Whether no batch waits for others to complete an update, so that a save is complete."""
         return self.update.is_between_updates
 
-    def progress(self) -> Progress:
-        """Return how far the training is, as a checkpoint stores it. Collective."""
-        return progress_of(self)
+    def checkpoint_progress(self) -> Progress:
+        """Return how far the training is on all ranks, as a checkpoint stores it.
+
+        Raises:
+            ConfigurationError: batches wait for others to make an update with them.
+
+        Ranks:
+            Collective.
+        """
+        if not self.is_between_updates:
+            every = self.model._fitkit.fit_state.accumulate
+            raise ConfigurationError(
+                f"A checkpoint can't be saved between two updates, and {every} batches make one "
+                f"update. Save after a batch for which (batch + 1) % {every} == 0, or use "
+                "fitkit.callbacks.ModelCheckpoint, which waits for the update."
+            )
+        progress, logbook = self.progress, self.step.logbook
+        noted = logbook.joined if progress.steps else []
+        if progress.steps and not noted:
+            own = noted_by(logbook, self.collectives.rank)
+            # Ranks that see the same data have noted the same values.
+            noted = [*progress.noted, *self.strategy.log_ranks.gather(own)]
+        drawn = random_state(self.stream.generators, self._replicas)
+        everyones = self.collectives.gather((*progress.began, drawn))
+        history = History()
+        history.load_state_dict(self.history.state_dict())
+        if self.logs is not None and progress.epoch - 1 not in history.epoch:
+            # The history is updated after the callbacks, one of which may be saving now.
+            history.on_epoch_end(progress.epoch - 1, self.logs)
+        begins_pass = self.logs is not None and self.arguments.steps_per_epoch is None
+        return dataclasses.replace(
+            progress,
+            began=[began for began, _ in everyones],
+            noted=noted,
+            random=[random for _, random in everyones],
+            seed=getattr(self.source.whole, "seed", None),
+            loader=self.stream.loader_state(ends_pass=begins_pass),
+            history=history.state_dict(),
+            warm_up=self.rates.state(),
+            callbacks=states_of(self.callbacks),
+            data=facts_of(self.source),
+        )
+
+    def _restore_random_state(self) -> None:
+        """Restore this rank's random state of the checkpoint, once."""
+        for state in self.progress.random:
+            set_random_state(state, self.stream.generators, self._replicas)
+        self.progress.random = []
+
+    @property
+    def _replicas(self) -> Sequence[torch.device] | None:
+        """The devices of a process that computes on several; None for the rank's own."""
+        return self.strategy.devices if self.strategy.replicas > 1 else None
 
     def contents(
         self, *, spread: bool = False, trainable_only: bool = False

@@ -568,7 +568,7 @@ def reduced(
     gathered = logbook.joined = [
         *(carried or ()),
         *collectives.gather(
-            {**noted_by(logbook, logbook.steps, collectives.rank), "doubt": logbook.doubts.sentence}
+            {**noted_by(logbook, collectives.rank), "doubt": logbook.doubts.sentence}
         ),
     ]
     for one in gathered:
@@ -646,14 +646,14 @@ def warn_of_empty(values: Mapping[str, Any], when: str) -> bool:
     return bool(names)
 
 
-def noted_by(logbook: Logbook, steps: int, rank: int) -> dict[str, Any]:
+def noted_by(logbook: Logbook, rank: int) -> dict[str, Any]:
     """Return what this rank has noted of a pass, as plain data."""
     return {
         "sums": logbook.sums(),
         "scales": dict(logbook.scales),
         "metrics": logbook.meters.state(),
         "logged": logbook.logged.state(),
-        "steps": steps,
+        "steps": logbook.steps,
         "padding": logbook.padding,
         "rank": rank,
     }

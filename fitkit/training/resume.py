@@ -1,31 +1,18 @@
-"""How far a training is in its epochs and data, and how a saved training continues from there."""
+"""What a resumed fit is given: the same data, the callbacks' states, and a checkpoint's path."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Protocol, TypeVar
-
-import torch
+from collections.abc import Sequence
+from typing import Protocol
 
 from fitkit.arguments import describe
-from fitkit.callbacks import Callback, History
+from fitkit.callbacks import Callback
 from fitkit.checkpoint.folders import written_at
 from fitkit.data.arrays import fingerprints
-from fitkit.data.batches import Source, Stream
-from fitkit.distributed.collectives import Collectives
-from fitkit.distributed.strategies import Strategy
+from fitkit.data.batches import Source
 from fitkit.errors import CheckpointError, ConfigurationError, warn
-from fitkit.module import Module
 from fitkit.progress import Progress
-from fitkit.random_states import random_state, set_random_state
-from fitkit.training.log import noted_by
-from fitkit.training.own_step import Step, StepContext
-from fitkit.training.rates import Rates
-from fitkit.training.settings import FitArguments
-from fitkit.typing import FilePath, PlainData, Values
-
-Entry = TypeVar("Entry")
+from fitkit.typing import FilePath, PlainData
 
 KINDS: dict[type, tuple[type, ...]] = {
     bool: (bool,), int: (int,), float: (int, float), str: (str,),
@@ -34,173 +21,6 @@ KINDS: dict[type, tuple[type, ...]] = {
 
 ORDER = ("batch_size", "samples", "shuffle")
 """The facts about the data that decide which samples were used before an interruption."""
-
-
-class Training(Protocol):
-    """The running `Fit`, as far as its progress is concerned. See there for the attributes."""
-
-    model: Module
-    arguments: FitArguments
-    strategy: Strategy
-    collectives: Collectives
-    data_rank_count: int
-    source: Source
-    stream: Stream
-    context: StepContext
-    step: Step
-    rates: Rates
-    epoch: int
-    steps_done: int
-    steps_before: int
-    noted_before: list[PlainData]
-    logs: Values | None
-    history: History
-    validated: PlainData | None
-    resumed: Progress | None
-
-    @property
-    def is_between_updates(self) -> bool: ...
-
-
-def restore_history(history: History, progress: Progress) -> None:
-    """Give a history the epochs so far."""
-    history.epoch = list(progress.history["epoch"])
-    history.history = copy_lists(progress.history["history"])
-    history.validations = list(progress.history.get("validations", []))
-
-
-def copy_lists(values: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
-    """Return a copy of a dict of lists, with new lists."""
-    return {name: list(entries) for name, entries in values.items()}
-
-
-def progress_of(run: Training) -> Progress:
-    """How far a training is, as a checkpoint stores it.
-
-    Args:
-        run: the running `Fit`.
-
-    Raises:
-        ConfigurationError: batches wait for others to make an update with them.
-
-    Ranks:
-        Collective.
-    """
-    if not run.is_between_updates:
-        every = run.model._fitkit.fit_state.accumulate
-        raise ConfigurationError(
-            f"A checkpoint can't be saved between two updates, and {every} batches make one "
-            f"update. Save after a batch for which (batch + 1) % {every} == 0, or use "
-            "fitkit.callbacks.ModelCheckpoint, which waits for the update."
-        )
-    has_ended = run.logs is not None
-    is_within = not has_ended and run.steps_done > 0
-    logbook, noted = run.step.logbook, []
-    if is_within:
-        noted = logbook.joined
-        if not noted:
-            own = noted_by(logbook, run.steps_done - run.steps_before, run.collectives.rank)
-            # Ranks that see the same data have noted the same values.
-            noted = [*run.noted_before, *run.strategy.log_ranks.gather(own)]
-    position, source = run.stream.position, run.source
-    drawn = random_state(run.stream.generators, _replicas(run))
-    everyones = run.collectives.gather((position.began, drawn))
-    begins_pass = has_ended and run.arguments.steps_per_epoch is None
-    epochs, values = list(run.history.epoch), copy_lists(run.history.history)
-    if run.logs is not None and run.epoch not in epochs:
-        # The history is updated after the callbacks, one of which may be saving now.
-        epochs.append(run.epoch)
-        for name, value in run.logs.items():
-            values.setdefault(name, []).append(value)
-    return Progress(
-        epoch=run.epoch + has_ended,
-        steps=run.steps_done if is_within else 0,
-        number=position.number + begins_pass,
-        batches=0 if begins_pass else position.batches,
-        began=[began for began, _ in everyones],
-        random=[random for _, random in everyones],
-        seed=getattr(source.whole, "seed", None),
-        loader=run.stream.loader_state(ends_pass=begins_pass),
-        noted=noted,
-        history={
-            "epoch": epochs,
-            "history": values,
-            "validations": list(run.history.validations),
-        },
-        warm_up=run.rates.state(),
-        callbacks=states_of(run.arguments.callback_list.callbacks),
-        data=facts_of(source),
-        shares=run.data_rank_count,
-        validated=run.validated if is_within else None,
-    )
-
-
-def continue_from(run: Training, progress: Progress) -> None:
-    """Continue in the data where a training was interrupted.
-
-    Args:
-        run: the `Fit` that continues. No epoch has begun.
-        progress: where the training was interrupted.
-    """
-    ranks, rank = run.collectives.world_size, run.collectives.rank
-    if len(progress.random) != ranks:
-        warn(
-            f"Training continues with {ranks} ranks instead of {len(progress.random)}. Each "
-            "remaining sample of the epoch is used once, but in other batches than before."
-        )
-    check_data(run.source, progress)
-    position = run.stream.position
-    position.number, position.batches = progress.number, progress.batches
-    # Ranks that are new use rank 0's state, which determines the data's order.
-    position.began = progress.of_rank(rank, "began") or progress.of_rank(0, "began")
-    if progress.seed is not None and hasattr(run.source.whole, "seed"):
-        run.source.whole.seed = progress.seed
-    run.stream.take_loader_state(progress.loader)
-
-    def steps_here(steps: int) -> int:
-        """Return a number of steps of the saved training, as steps of as many ranks as now."""
-        return -(-steps * progress.shares // run.data_rank_count)
-
-    run.steps_before = steps_here(progress.steps)
-    run.noted_before = progress.noted if progress.steps else []
-    if progress.validated is not None:
-        steps = steps_here(progress.validated["steps"])
-        run.validated = {**progress.validated, "steps": steps}
-
-
-@contextlib.contextmanager
-def epoch_continued(run: Training, epoch: int) -> Iterator[None]:
-    """Surround an epoch's beginning, so that an interrupted training continues exactly.
-
-    Within an interrupted epoch, the callbacks' hooks at its beginning ran before the interruption.
-    What they log, draw and set now is undone.
-    """
-    progress = run.resumed
-    if progress is None or epoch != progress.epoch:
-        yield
-        return
-    random = progress.of_rank(run.collectives.rank, "random")
-    if run.steps_before == 0:
-        _restore_random_state(run, random)
-        yield
-        return
-    state = run.model._fitkit.fit_state
-    weights = state.stored_weights
-    with state.settings_restored():
-        yield
-    run.context.waiting.clear()
-    state.train(weights)
-    _restore_random_state(run, random)
-
-
-def _restore_random_state(run: Training, random: PlainData | None) -> None:
-    if random is not None:
-        set_random_state(random, run.stream.generators, _replicas(run))
-
-
-def _replicas(run: Training) -> Sequence[torch.device] | None:
-    """Return the devices of a process that computes on several; None for the rank's own."""
-    return run.strategy.devices if run.strategy.replicas > 1 else None
 
 
 def _words(data: PlainData) -> str:

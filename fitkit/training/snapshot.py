@@ -32,7 +32,6 @@ from fitkit.training.check_state import (
     try_scheduler_state,
 )
 from fitkit.training.rates import restore_schedulers
-from fitkit.training.resume import restore_history
 from fitkit.trees import map_leaves
 from fitkit.typing import FilePath, PlainData
 
@@ -109,7 +108,7 @@ def contents(
     """
     run = model._fitkit.fit_state.run
     collect = _collector(model, spread=spread)
-    progress = model._fitkit.fit_state.progress if run is None else run.progress()
+    progress = model._fitkit.fit_state.progress if run is None else run.checkpoint_progress()
     state = {
         "compiled": named_arguments(model),
         "settings": plain_settings(model._fitkit.compilation.given.as_dict()),
@@ -298,7 +297,7 @@ def load(
     model._fitkit.fit_state.progress = progress
     if progress is not None:
         model.history = History()
-        restore_history(model.history, progress)
+        model.history.load_state_dict(progress.history)
 
 
 def _assign(

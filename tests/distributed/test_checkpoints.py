@@ -228,15 +228,18 @@ def compiled(folder, devices):
 
 
 class Crash(Callback):
-    """Every rank fails at the beginning of the second epoch's third step."""
+    """Every rank fails at the beginning of a step of the second epoch, by default its third."""
 
     stops_alike = True
+
+    def __init__(self, at=2):
+        self.at = at
 
     def on_epoch_begin(self, epoch, logs=None):
         self.epoch = epoch
 
     def on_train_batch_begin(self, batch, logs=None):
-        if (self.epoch, batch) == (1, 2):
+        if (self.epoch, batch) == (1, self.at):
             raise RuntimeError("mine")
 
 
@@ -250,6 +253,20 @@ def test_another_number_of_ranks_takes_the_rest_of_the_epoch_each_sample_once(
         compiled(tmp_path, before).fit(X, Y, callbacks=[backup, Crash()], **options)
     with pytest.warns(UserWarning, match=f"{after} ranks instead of {before}"):
         compiled(tmp_path, after).fit(X, Y, callbacks=backup, **options)
+    files = tmp_path.glob("*.ids")
+    seen = sorted(int(line) for path in files for line in path.read_text().split())
+    assert seen == sorted([*range(40), *range(40)])
+
+
+@pytest.mark.filterwarnings("ignore:Training continues with")
+def test_so_does_a_third_after_a_number_that_does_not_divide_the_batches(tmp_path):
+    backup = BackupAndRestore(tmp_path / "b", save_freq=1)
+    options = {"batch_size": 4, "epochs": 2, "verbose": 0}
+    # Three batches, which two ranks count as two steps, and four more.
+    for ranks, crash in ((1, Crash(3)), (2, Crash(4))):
+        with pytest.raises((RuntimeError, fitkit.WorkerError), match="mine"):
+            compiled(tmp_path, ranks).fit(X, Y, callbacks=[backup, crash], **options)
+    compiled(tmp_path, 1).fit(X, Y, callbacks=backup, **options)
     files = tmp_path.glob("*.ids")
     seen = sorted(int(line) for path in files for line in path.read_text().split())
     assert seen == sorted([*range(40), *range(40)])

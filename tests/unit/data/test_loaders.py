@@ -21,6 +21,7 @@ from torch.utils.data import (
 from fitkit.data.batches import Stream
 from fitkit.data.loaders import reads_by_index
 from fitkit.data.sources import make_source
+from fitkit.progress import Progress
 
 TENSORS = (
     torch.arange(66.0).reshape(22, 3),
@@ -146,12 +147,12 @@ def test_batches_order_and_draws_are_the_loaders_own_pass_after_pass(name):
 @pytest.mark.parametrize("name", ["shuffled", "own generator", "weighted", "batches drawn at once"])
 def test_a_pass_goes_on_where_it_was_cut_and_draws_as_if_it_had_not_been(name):
     torch.manual_seed(5)
-    stream, other = (Stream(make_source(LOADERS[name]())) for _ in range(2))
+    progress = Progress()
+    stream, other = (Stream(make_source(LOADERS[name]()), progress) for _ in range(2))
     batches = stream.epoch()
-    for done in range(2):
+    for _ in range(2):
         next(batches)
-        stream.note(done + 1)
-    other.position = stream.position
+    progress.batches = 2
     state = torch.get_rng_state()
     expected = read(batches)
     torch.manual_seed(99)

@@ -15,6 +15,7 @@ from fitkit.data.batches import Stream
 from fitkit.data.permutation import IndexBatches, Permutation
 from fitkit.data.sharding import sharded
 from fitkit.data.sources import make_source
+from fitkit.progress import Progress
 from tests.unit.data.test_sharding import on_ranks
 
 BILLION = 10**9
@@ -171,16 +172,14 @@ def test_a_resumed_pass_has_the_rest_of_the_one_that_was_cut(workers):
         data := Numbers(1000), batch_size=8, sampler=PermutationSampler(data), num_workers=workers
     )
     torch.manual_seed(1)
-    stream = Stream(make_source(loader))
+    stream = Stream(make_source(loader), Progress())
     whole = [y.tolist() for _, y in stream.epoch()]
     assert sorted(i for batch in whole for (i,) in batch) == list(range(1000))
     torch.manual_seed(1)
-    again = Stream(make_source(loader))
-    again.epoch()
-    began = again.position.began
+    progress = Progress()
+    Stream(make_source(loader), progress).epoch()
     torch.manual_seed(99)
-    resumed = Stream(make_source(loader))
-    resumed.position.batches, resumed.position.began = 50, began
+    resumed = Stream(make_source(loader), Progress(batches=50, began=progress.began))
     assert [y.tolist() for _, y in resumed.epoch()] == whole[50:]
 
 

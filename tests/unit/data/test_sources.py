@@ -12,6 +12,7 @@ from fitkit.data.batches import Stream, check_readable, limited, unpack_batch
 from fitkit.data.sources import make_source, split_tail, validation_parts
 from fitkit.data.to_device import Transfer
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.progress import Progress
 
 
 class Squares(Dataset):
@@ -214,7 +215,7 @@ def test_validation_data_is_a_pair_a_triple_or_a_source():
 
 def test_epochs_of_fixed_length_go_on_where_the_last_one_stopped():
     source = make_source(torch.arange(8), batch_size=2)
-    stream = Stream(source, steps=3)
+    stream = Stream(source, Progress(), steps=3)
     seen = [all_inputs(stream.epoch()) for _ in range(3)]
     assert seen == [[0, 1, 2, 3, 4, 5], [6, 7, 0, 1, 2, 3], [4, 5, 6, 7, 0, 1]]
 
@@ -229,7 +230,7 @@ def test_an_endless_generator_is_read_no_further_than_asked():
             yield (torch.tensor([float(number)]),)
             number += 1
 
-    stream = Stream(make_source(endless()), steps=2)
+    stream = Stream(make_source(endless()), Progress(), steps=2)
     assert [first_inputs(stream.epoch()) for _ in range(2)] == [[[0], [1]], [[2], [3]]]
     assert taken == [0, 1, 2, 3]
     assert len(list(limited(make_source(endless()), 3))) == 3

@@ -233,7 +233,7 @@ def test_the_place_in_the_data_is_that_of_the_batch_which_runs(with_streams):
 
     class Note(fitkit.callbacks.Callback):
         def on_train_batch_end(self, batch, logs):
-            places.append(self.model._fitkit.fit_state.run.stream.position.batches)
+            places.append(self.model._fitkit.fit_state.run.progress.batches)
 
     model = fitkit.Model(nn.Linear(4, 3))
     model.compile("sgd", "cross_entropy", accelerator="cpu")

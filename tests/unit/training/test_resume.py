@@ -1,5 +1,6 @@
 """Training that was cut and goes on, against the same training in one go: bit for bit."""
 
+import contextlib
 import copy
 
 import pytest
@@ -152,6 +153,64 @@ def test_an_epoch_may_be_cut_twice(tmp_path):
 @pytest.mark.parametrize("data", ["arrays", "loader"])
 def test_an_epoch_cut_after_its_last_batch_keeps_its_metrics(tmp_path, data):
     check_resumes(tmp_path, DATA[data], OPTIONS["adam"], (1, 6))
+
+
+class SaveBefore(fitkit.callbacks.Callback):
+    """Saves before a batch, and has no hook that is called after one."""
+
+    def __init__(self, path, batch=3):
+        self.path, self.batch = path, batch
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.model.current_epoch == 1 and batch == self.batch:
+            self.model.save(self.path)
+
+
+class SaveAtError(fitkit.callbacks.Callback):
+    """Saves when the training fails, and has no other hook."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_exception(self, error):
+        self.model.save(self.path)
+
+
+class FailsAt(Dataset):
+    """Rows in which one can't be read in its second pass."""
+
+    def __init__(self, fails):
+        self.fails, self.seen = fails, 0
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, index):
+        self.seen += index == 30
+        if self.fails and index == 30 and self.seen == 2:
+            raise KeyboardInterrupt
+        return X[index], Y[index]
+
+
+def saved_on_exception(path):
+    return fitkit.callbacks.ModelCheckpoint(path.parent / "best.h5", save_on_exception=True)
+
+
+@pytest.mark.parametrize("kind", [SaveBefore, SaveAtError, saved_on_exception])
+def test_a_save_in_a_hook_before_a_batch_or_at_an_error_says_where_it_is(tmp_path, kind):
+    path = tmp_path / ("exception.h5" if kind is saved_on_exception else "cut.h5")
+    whole = model_for(OPTIONS["adam"])
+    torch.manual_seed(2)
+    whole.fit(DataLoader(FailsAt(fails=False), 8), epochs=3, verbose=0)
+    cut = model_for(OPTIONS["adam"])
+    torch.manual_seed(2)
+    with contextlib.suppress(KeyboardInterrupt):
+        rows = FailsAt(fails=kind is not SaveBefore)
+        cut.fit(DataLoader(rows, 8), epochs=3, verbose=0, callbacks=kind(path))
+    resumed = model_for(OPTIONS["adam"])
+    resumed.fit(DataLoader(FailsAt(fails=False), 8), epochs=3, verbose=0, resume_from=path)
+    assert_same_weights(whole, resumed)
+    assert resumed.global_step == whole.global_step == 21
 
 
 def test_saving_in_a_group_of_batches_is_refused(tmp_path):
