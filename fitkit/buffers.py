@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 
 class Place(NamedTuple):
@@ -22,7 +23,8 @@ class Place(NamedTuple):
     @property
     def tensor(self) -> torch.Tensor | None:
         """What is there now."""
-        return self.holder.get(self.key)
+        # A traced module's holder has no `get`.
+        return self.holder[self.key] if self.key in self.holder else None  # noqa: SIM401
 
     @torch.no_grad()
     def put(self, value: torch.Tensor) -> None:
@@ -33,6 +35,25 @@ class Place(NamedTuple):
             self.holder[self.key] = value.to(device, copy=True)
         else:
             current.copy_(value)
+
+
+def restorer(places: Iterable[Place], device: str | None = None) -> Callable[[], None]:
+    """Return a function that puts the values back that these places have now.
+
+    Args:
+        device: where the copies wait; None for where the values are.
+    """
+    copies = [
+        (place, tensor.detach().to(device or tensor.device, copy=True))
+        for place in places
+        if (tensor := place.tensor) is not None and not (tensor.is_meta or is_lazy(tensor))
+    ]
+
+    def restore() -> None:
+        for place, value in copies:
+            place.put(value)
+
+    return restore
 
 
 def part_at(module: nn.Module, path: str) -> nn.Module:

@@ -485,17 +485,30 @@ class FitState:
             group.pop(name, None)
 
     def restorer(self) -> Callable[[], None]:
-        """Return a function that undoes what a call changes from now on: objects, and groups'
-        settings.
+        """Return a function that undoes what changes from now on.
+
+        That is all attributes, and the optimizers' states and groups, with their settings. Numbers
+        in the states' tensors stay as they are then.
         """
-        objects, before = {name: getattr(self, name) for name in RESTORED}, self.settings()
+        attributes, settings = dict(vars(self)), self.settings()
+        groups = [
+            {"params": group["params"], **its}
+            for group, its in zip(self.groups, settings, strict=True)
+        ]
+        kept = [
+            (optimizer, optimizer.state, optimizer.param_groups, list(optimizer.param_groups))
+            for optimizer in self.optimizers
+        ]
 
         def restore() -> None:
-            vars(self).update(objects)
-            for group, settings in zip(self.groups, before, strict=True):
-                for key in set(group) - set(settings) - {"params"}:
+            vars(self).update(attributes)
+            for optimizer, state, its_groups, entries in kept:
+                optimizer.state, optimizer.param_groups = state, its_groups
+                its_groups[:] = entries  # a callback may have split some
+            for group, before in zip(self.groups, groups, strict=True):
+                for key in group.keys() - before.keys():
                     del group[key]
-                put_back(group, settings)
+                put_back(group, before)
 
         return restore
 
@@ -520,13 +533,6 @@ def put_back(group: PlainData, settings: PlainData) -> None:
                 current.copy_(value)
         else:
             group[name] = value
-
-
-RESTORED = (
-    "optimizers", "takes_turns", "schedulers", "frequencies", "rate_factor",
-    "stored_schedulers", "stored_groups", "stored_scalings", "stored_weights",
-)  # fmt: skip
-"""The attributes that `FitState.restorer` restores."""
 
 
 def _warn_of_idle_loss(compilation: Compilation, optimizers: list[Optimizer]) -> None:

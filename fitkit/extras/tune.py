@@ -16,12 +16,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 from torch.utils.data import DataLoader
 
 from fitkit.accelerators import empty_cache, kept_random_numbers
 from fitkit.arguments import check_choice, check_count, check_number
-from fitkit.buffers import extra_states, places_of
+from fitkit.buffers import extra_states, places_of, restorer
 from fitkit.errors import MEMORY_ERRORS, ConfigurationError, WorkerError, is_out_of_memory
 from fitkit.extras.pictures.curves import rate_curve
 from fitkit.extras.watches import BatchLosses
@@ -428,15 +427,11 @@ def untouched(model: Model) -> Iterator[None]:
     modules = [model, *compilation.loss_modules]
     places = [place for module in modules for place in places_of(module).values()]
     # In main memory: copies on the device would leave less room for the trial.
-    weights = [
-        (place, tensor.detach().to("cpu", copy=True))
-        for place in places
-        if (tensor := place.tensor) is not None
-    ]
+    restore_weights = restorer(places, "cpu")
     extra = [found for module in modules for found in extra_states(module)]
     notes = {name: vars(model)[name] for name in NOTES if name in vars(model)}
     recorded = {name: getattr(record, name) for name in RECORDED}
-    had, restore = dict(vars(state)), state.restorer()
+    restore_state = state.restorer()
     states = [
         (optimizer, {parameter: copy.deepcopy(own) for parameter, own in optimizer.state.items()})
         for optimizer in state.optimizers
@@ -459,14 +454,11 @@ def untouched(model: Model) -> Iterator[None]:
             yield
     finally:
         vars(record).update(recorded)
-        vars(state).update(had)
-        restore()
+        restore_state()
         for optimizer, own in states:
             optimizer.state.clear()
             optimizer.state.update(own)
-        with torch.no_grad():
-            for place, before in weights:
-                place.put(before)
+        restore_weights()
         for part, before in extra:
             part.set_extra_state(before)
         for name in NOTES:

@@ -310,24 +310,19 @@ def _assign(
             was.
     """
     state, tensors_before = model._fitkit.fit_state, _dtypes_and_devices(model)
-    restore_objects, updates = state.restorer(), state.updates
-    states = [(each, each.state, each.param_groups) for each in state.optimizers]
+    restore_objects = state.restorer()
     plans = [(p, copy.deepcopy(p.state()), p.passed) for p in state.schedulers]
-
     losses = [(t, t.detach().clone()) for loss in _losses_of(model) for t in loss.values()]
 
     def undo() -> None:
         with torch.no_grad():
             for tensor, value in losses:
                 tensor.copy_(value)
-        for optimizer, entries, groups in states:
-            optimizer.state, optimizer.param_groups = entries, groups
         for plan, its_state, passed in plans:
             if plan.keeps_state:
                 plan.scheduler.load_state_dict(its_state)
             plan.passed = passed
         restore_objects()
-        state.updates = updates
 
     try:
         restore()

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fitkit.accelerators import current, empty_cache
-from fitkit.buffers import places_of
+from fitkit.buffers import Place, restorer
 from fitkit.compilation import MEMORY_FORMATS
 from fitkit.data.batches import CountedSource, Source
 from fitkit.data.sharding import sharded
@@ -173,9 +173,13 @@ def unchanged_on_error(model: Module, modules: list[nn.Module] | None = None) ->
             scheduler takes part; otherwise None.
     """
     losses = model._fitkit.compilation.loss_modules
-    has_buffers = [module for module in modules or modules_of(model) if module._buffers]
-    named = model.named_buffers() if has_buffers else ()
-    buffers = {name: buffer.detach().clone() for name, buffer in named}
+    parts = modules or modules_of(model, *losses)
+    restore_buffers = restorer(
+        # By `items`, because a traced module's holder can't be iterated over.
+        Place(part._buffers, name)
+        for part in parts
+        for name, _ in part._buffers.items()
+    )
     state, history = model._fitkit.fit_state, model.history
     restore, updates = None if modules else state.restorer(), state.updates
     try:
@@ -187,7 +191,7 @@ def unchanged_on_error(model: Module, modules: list[nn.Module] | None = None) ->
             yield
     except BaseException:
         if state.updates == updates:
-            _put_back(model, buffers)
+            restore_buffers()
             if restore is not None:
                 restore()
             model.history = history
@@ -197,14 +201,6 @@ def unchanged_on_error(model: Module, modules: list[nn.Module] | None = None) ->
             for parameter in module._parameters.values():
                 if parameter is not None:
                     parameter.grad = None
-
-
-@torch.no_grad()
-def _put_back(model: torch.nn.Module, copies: dict[str, torch.Tensor]) -> None:
-    """Give buffers their copied values; the buffers may be on another device by now."""
-    for name, place in places_of(model).items():
-        if name in copies and not copies[name].is_meta:
-            place.put(copies[name])
 
 
 class ProcessFlag:

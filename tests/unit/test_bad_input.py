@@ -131,6 +131,7 @@ def test_a_rate_for_an_optimizer_that_has_one_is_refused():
         (torch.nn.Flatten(), "no parameters"),
         (torch.nn.Linear(4, 3).requires_grad_(False), "all are frozen"),
         (torch.nn.LazyLinear(3), "lazy layers"),
+        (torch.nn.Sequential(torch.nn.LazyBatchNorm1d(), torch.nn.Linear(4, 3)), "lazy layers"),
     ],
 )
 def test_a_net_that_can_not_learn_says_why(net, words):

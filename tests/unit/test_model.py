@@ -1015,6 +1015,16 @@ def test_a_traced_net_trains():
     model.fit(X, Y, verbose=0)
 
 
+def test_a_traced_net_is_as_it_was_after_a_fit_that_failed():
+    net = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
+    model = fitkit.Model(torch.jit.trace(net, X))
+    model.compile("sgd", "cross_entropy")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(fitkit.ConfigurationError):
+        model.fit(X, torch.full((len(X),), 7), verbose=0)  # there are 3 classes
+    assert_same_weights(model, before)
+
+
 def test_loader_workers_end_with_the_fit():
     import multiprocessing
 

@@ -161,6 +161,21 @@ def test_a_fit_that_ends_anywhere_leaves_what_one_that_ended_leaves(kind):
             assert state_of(model) == before, (hook, error)
 
 
+def test_a_fit_that_ends_before_its_first_update_leaves_the_optimizers_groups():
+    model = compiled()
+    fit(model)
+    whole = [id(parameter) for parameter in model.optimizer.param_groups[0]["params"]]
+    error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt) as raised:
+        fit(
+            model,
+            callbacks.BackboneFinetuning(1, backbone="0"),  # gives the backbone its own group
+            Ends("on_train_batch_begin", error),
+        )
+    assert raised.value is error
+    assert [[id(p) for p in group["params"]] for group in model.optimizer.param_groups] == [whole]
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("verb", ["evaluate", "predict"])
