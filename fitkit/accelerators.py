@@ -196,18 +196,6 @@ def set_generator_states(devices: Iterable[torch.device], states: list[torch.Ten
             torch.get_device_module(device).set_rng_state(state, device)
 
 
-@contextlib.contextmanager
-def kept_random_numbers(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Give torch's random numbers back at the block's end: the CPU's, and those of devices."""
-    places, before = [*devices], torch.get_rng_state()
-    states = generator_states(places)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before)
-        set_generator_states(places, states)
-
-
 def current_device() -> torch.device:
     """Return the accelerator's current device: a call's own within a verb; the CPU where there is
     none.

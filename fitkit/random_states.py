@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,6 +80,18 @@ def set_random_state(
     places = [current_device()] if devices is None else devices
     with contextlib.suppress(RuntimeError):  # of another type of device: as if there were none
         set_generator_states(places, state.get("devices", []))
+
+
+@contextlib.contextmanager
+def kept_random_numbers(
+    generators: Sequence[torch.Generator] = (), devices: Sequence[torch.device] | None = None
+) -> Iterator[None]:
+    """Give the random numbers back at the block's end. The arguments are `random_state`'s."""
+    before = random_state(generators, devices)
+    try:
+        yield
+    finally:
+        set_random_state(before, generators, devices)
 
 
 def is_of_a_gpu(state: Any) -> bool:

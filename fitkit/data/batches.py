@@ -16,7 +16,7 @@ from fitkit import trees
 from fitkit.arguments import dtype_name
 from fitkit.errors import ConfigurationError, warn
 from fitkit.progress import Progress
-from fitkit.random_states import random_state, set_random_state
+from fitkit.random_states import kept_random_numbers, random_state, set_random_state
 from fitkit.samples import plain_rows
 from fitkit.samples import samples_of as samples_of
 
@@ -290,15 +290,15 @@ class Stream:
         """
         whole, own = self.source.whole, self.source.own_state
         waiting = own.state(ends_pass=False) if own is not None and own.waits else None
-        drawn, rest = random_state(self.generators), None
+        rest = None
         if not whole.repeatable:
             whole.iterable, rest = itertools.tee(whole.iterable)
-        batch = self._first_with_rows()
-        if batch is None and waiting is not None:  # the loader's own state is at its pass's end
+        with kept_random_numbers(self.generators):
             batch = self._first_with_rows()
+            if batch is None and waiting is not None:  # the loader's own state is at its pass's end
+                batch = self._first_with_rows()
         if rest is not None:
             whole.iterable = rest
-        set_random_state(drawn, self.generators)
         self.take_loader_state(waiting)
         return batch
 
@@ -335,11 +335,9 @@ def _begin(source: Source, progress: Progress) -> Iterator[Any]:
         return source.batches(progress.number, progress.batches)
     generators = source.generators
     if progress.batches and began is not None:
-        now = random_state(generators)
-        set_random_state(began, generators)
-        batches = source.batches(progress.number, progress.batches)
-        set_random_state(now, generators)
-        return batches
+        with kept_random_numbers(generators):
+            set_random_state(began, generators)
+            return source.batches(progress.number, progress.batches)
     progress.began = [random_state(generators)]
     return source.batches(progress.number)
 

@@ -23,7 +23,7 @@ from torch.utils.data import (
 from fitkit.data.arrays import select_rows
 from fitkit.data.permutation import IndexBatches, PermutationSampler
 from fitkit.errors import warn
-from fitkit.random_states import random_state, set_random_state
+from fitkit.random_states import kept_random_numbers
 from fitkit.shortcuts import Shortcut
 
 _INSIDE = ("sampler", "batch_sampler", "dataset")
@@ -472,10 +472,9 @@ class OwnState:
 
     def _load(self, state: Any, generators: Sequence[torch.Generator]) -> None:
         """Restore the loader's state, without draws that the saved training didn't make."""
-        now = random_state(generators)
-        self._loader.load_state_dict(state)
-        self._loader.state_dict()  # torchdata's loader loads at its next use: make it this one
-        set_random_state(now, generators)
+        with kept_random_numbers(generators):
+            self._loader.load_state_dict(state)
+            self._loader.state_dict()  # torchdata's loader loads at its next use: make it this one
         self.waits = False
 
     def _until_end(self, batches: Iterator[Any]) -> Iterator[Any]:

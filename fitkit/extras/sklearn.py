@@ -16,7 +16,7 @@ from fitkit.errors import ArgumentTypeError, ConfigurationError, missing_package
 from fitkit.foreign_names import instead
 from fitkit.model import Model
 from fitkit.outputs import SINGLE, LossHint
-from fitkit.random_states import random_state, set_random_state, set_seed
+from fitkit.random_states import kept_random_numbers, random_state, set_random_state, set_seed
 from fitkit.seams import Callbacks, CompiledLoss
 from fitkit.typing import LossArgument, MetricsArgument, OptimizerArgument, Verbose
 
@@ -131,23 +131,22 @@ class NetEstimator(BaseEstimator):
     def _train(self, x: np.ndarray, y: np.ndarray, weight: Any, epochs: int) -> None:
         """Train `model_` for some epochs, with the estimator's own random numbers only."""
         self._check_options("fit_options", {"x", "y", "sample_weight"})
-        before = random_state()
-        set_random_state(self._random)
-        try:
-            self.history_: dict[str, list[Any]] = self.model_.fit(
-                x,
-                y,
-                sample_weight=weight,
-                epochs=epochs,
-                batch_size=self.batch_size,
-                validation_split=self.validation_split,
-                callbacks=copy.deepcopy(self.callbacks),
-                verbose=self.verbose,
-                **(self.fit_options or {}),
-            ).history
-        finally:
-            self._random = random_state()
-            set_random_state(before)
+        with kept_random_numbers():
+            set_random_state(self._random)
+            try:
+                self.history_: dict[str, list[Any]] = self.model_.fit(
+                    x,
+                    y,
+                    sample_weight=weight,
+                    epochs=epochs,
+                    batch_size=self.batch_size,
+                    validation_split=self.validation_split,
+                    callbacks=copy.deepcopy(self.callbacks),
+                    verbose=self.verbose,
+                    **(self.fit_options or {}),
+                ).history
+            finally:
+                self._random = random_state()
 
     def _begin(self, outputs: int) -> None:
         """Build `model_`.
@@ -157,13 +156,10 @@ class NetEstimator(BaseEstimator):
         """
         self._check_options("compile_options", set())
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        before = random_state()
-        try:
+        with kept_random_numbers():
             set_seed(seed)
             self.model_ = Model(self._made_net(outputs))
             self._random = random_state()
-        finally:
-            set_random_state(before)
         self.model_.compile(
             self.optimizer,
             self._loss(),

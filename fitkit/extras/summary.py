@@ -21,10 +21,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fitkit import trees
-from fitkit.accelerators import kept_random_numbers
 from fitkit.arguments import check_count, describe, dtype_name
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.modes import modes_restored
+from fitkit.random_states import kept_random_numbers
 from fitkit.tensors import human_bytes
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ def evaluating(net: nn.Module) -> Iterator[None]:
         if buffer is not None and not is_lazy(buffer)
     ]
     with (
-        kept_random_numbers({parameter.device for parameter in net.parameters()}),
+        kept_random_numbers(devices=[*{parameter.device for parameter in net.parameters()}]),
         torch.no_grad(),
         modes_restored(net),
     ):

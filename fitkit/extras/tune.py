@@ -11,14 +11,12 @@ import dataclasses
 import gc
 import math
 import os
-import random
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 from torch.utils.data import DataLoader
 
-from fitkit.accelerators import empty_cache, kept_random_numbers
+from fitkit.accelerators import empty_cache
 from fitkit.arguments import check_choice, check_count, check_number
 from fitkit.buffers import extra_states, places_of, restorer
 from fitkit.errors import MEMORY_ERRORS, ConfigurationError, WorkerError, is_out_of_memory
@@ -27,6 +25,7 @@ from fitkit.extras.watches import BatchLosses
 from fitkit.model import Model
 from fitkit.modes import in_use
 from fitkit.outputs import EMPTY_MEAN
+from fitkit.random_states import kept_random_numbers
 from fitkit.seams import (
     Callback,
     Logs,
@@ -436,7 +435,6 @@ def untouched(model: Model) -> Iterator[None]:
         (optimizer, {parameter: copy.deepcopy(own) for parameter, own in optimizer.state.items()})
         for optimizer in state.optimizers
     ]
-    numbers = random.getstate(), np.random.get_state()
     # Without what would change rates or batches during a trial.
     given = dataclasses.replace(
         compilation.given,
@@ -450,7 +448,7 @@ def untouched(model: Model) -> Iterator[None]:
     )
     state.schedulers = []
     try:
-        with kept_random_numbers({model.device, compilation.strategy.device}):
+        with kept_random_numbers(devices=[*{model.device, compilation.strategy.device}]):
             yield
     finally:
         vars(record).update(recorded)
@@ -464,5 +462,3 @@ def untouched(model: Model) -> Iterator[None]:
         for name in NOTES:
             vars(model).pop(name, None)
         vars(model).update(notes)
-        random.setstate(numbers[0])
-        np.random.set_state(numbers[1])

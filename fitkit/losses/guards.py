@@ -14,7 +14,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fitkit.accelerators import kept_random_numbers
 from fitkit.arguments import describe
 from fitkit.errors import (
     DTYPE_ERRORS,
@@ -27,6 +26,7 @@ from fitkit.errors import (
 from fitkit.losses import formulas
 from fitkit.losses.names import Definition
 from fitkit.outputs import last_operation, named_outputs
+from fitkit.random_states import kept_random_numbers
 from fitkit.trees import leaves_with_paths
 
 PROBABILITY_TOLERANCE = 1e-3
@@ -436,7 +436,7 @@ def check_broadcast(label: str, function: Callable[..., Any], prediction: Any, t
         return
     copies = prediction.detach().clone(), target.detach().clone()
     watch = _PairingWatch(*copies)
-    with kept_random_numbers({prediction.device}), warnings.catch_warnings():
+    with kept_random_numbers(devices=[prediction.device]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             with torch.no_grad(), watch:

@@ -19,7 +19,12 @@ from torch import nn
 from fitkit.arguments import describe
 from fitkit.errors import ConfigurationError
 from fitkit.losses.formulas import HALF_TYPES
-from fitkit.random_states import digest_of_random_state, random_state, set_random_state
+from fitkit.random_states import (
+    digest_of_random_state,
+    kept_random_numbers,
+    random_state,
+    set_random_state,
+)
 from fitkit.trees import leaves, map_leaves
 
 COPIES = (1, 4, 7)
@@ -142,11 +147,10 @@ def _undone(function: Any) -> Iterator[None]:
     # Copies of the buffers take the calls: the batch's own graph may hold the buffers themselves.
     for table, before in tables:
         table.update({name: None if one is None else one.clone() for name, one in before.items()})
-    drawn = random_state()
     try:
-        yield
+        with kept_random_numbers():
+            yield
     finally:
-        set_random_state(drawn)
         for current, before in (*attributes, *tables):
             current.clear()
             current.update(before)

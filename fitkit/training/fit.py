@@ -29,7 +29,7 @@ from fitkit.modes import kept_in_evaluation, modes_restored, to_training
 from fitkit.module import Module
 from fitkit.optimizers import warn_of_flags
 from fitkit.progress import Progress
-from fitkit.random_states import random_state, set_random_state
+from fitkit.random_states import kept_random_numbers, random_state, set_random_state
 from fitkit.schedulers import VALIDATION_NAME
 from fitkit.training import unsaved
 from fitkit.training.compiler import Updates, compiler_of
@@ -415,12 +415,11 @@ class Fit:
             return
         batch = self.stream.peek()
         if all(there for there in self.collectives.gather(batch is not None)):
-            drawn = random_state(self.stream.generators)
-            with modes_restored(self.model), torch.no_grad():
+            kept = kept_random_numbers(self.stream.generators)
+            with kept, modes_restored(self.model), torch.no_grad():
                 self.model.eval()
                 wrapped = self.compilation.strategy.wrap_for_evaluation(self.model)
                 step.run_first_checks(batch, wrapped)
-            set_random_state(drawn, self.stream.generators)
 
     def _follow_freezing(self) -> None:
         """Wrap the module again if a callback has frozen or unfrozen parameters."""

@@ -22,7 +22,7 @@ from torch import fx, nn
 from fitkit import trees
 from fitkit.accelerators import widest_dtype
 from fitkit.extras.jit.tracing import UncompiledError, why_uncompiled
-from fitkit.random_states import random_state, set_random_state
+from fitkit.random_states import kept_random_numbers, random_state
 
 IS_ON = True
 """Whether graphs are compared; tests set it."""
@@ -237,10 +237,8 @@ def check(facts: Facts, compiled: Graph, given: Sequence[Any]) -> None:
     before = random_state()
 
     def run(graph: Graph, moved: float = 0.0, seed: int = 0) -> tuple[dict[str, Any], Any]:
-        try:
+        with kept_random_numbers():
             return _results(graph, given, names, moved, seed), random_state()
-        finally:
-            set_random_state(before)
 
     try:
         right, drawn = run(written)

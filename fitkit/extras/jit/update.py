@@ -33,7 +33,7 @@ from fitkit.extras.jit.proof import MisfitError
 from fitkit.extras.jit.traced import TracedOwnStep, TracedStep
 from fitkit.extras.jit.tracing import OTHERS_LEARN, UncompiledError
 from fitkit.modes import modules_of
-from fitkit.random_states import random_state, set_random_state
+from fitkit.random_states import kept_random_numbers
 from fitkit.seams import (
     Applier,
     Batch,
@@ -549,12 +549,10 @@ class JitUpdate:
         _refuse_hooks(may_learn)
         losses = self._model._fitkit.compilation.loss_modules
         put_back = _restorer(modules_of(self._model, *losses))
-        drawn = random_state()
-        with as_written(self._model):
+        with kept_random_numbers(), as_written(self._model):
             outcome = traced.as_written(parts)
             assert outcome.loss is not None
             gradients = torch.autograd.grad(outcome.loss, may_learn, allow_unused=True)
-        set_random_state(drawn)
         put_back()
         self._prepare(outcome, may_learn, gradients)
 

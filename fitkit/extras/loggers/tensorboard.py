@@ -18,7 +18,7 @@ from fitkit.arguments import check_count, check_flag, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError, missing_package
 from fitkit.extras import urls
 from fitkit.extras.loggers.base import Logger, Unit, pixels
-from fitkit.random_states import random_state, set_random_state
+from fitkit.random_states import kept_random_numbers
 from fitkit.registry import did_you_mean
 from fitkit.seams import Logs, checked_place, parent
 
@@ -309,11 +309,8 @@ def _node(name: str, operation: str, inputs: list[str]) -> Any:
 
 def _followed(net: nn.Module) -> list[Any]:
     """Make a node for each call of the traced net, with arrows from its inputs."""
-    state = random_state()
-    try:
+    with kept_random_numbers():
         graph = fx.Tracer().trace(_copied(net))
-    finally:
-        set_random_state(state)
     modules = dict(net.named_modules())
     names: dict[fx.Node, str] = {}
     used: set[str] = set()

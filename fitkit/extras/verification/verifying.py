@@ -22,7 +22,7 @@ from fitkit.extras.verification.results import Cause, Row, Verification
 from fitkit.extras.verification.trials import Trials
 from fitkit.model import Model
 from fitkit.modes import in_use
-from fitkit.random_states import random_state, set_random_state, set_seed
+from fitkit.random_states import kept_random_numbers, set_seed
 from fitkit.seams import (
     LoaderSource,
     NoRows,
@@ -114,18 +114,15 @@ def verify(
             "used up. Give arrays, a Dataset or a DataLoader."
         )
     runs_compiled = bool(compilation.given.jit_compile) if jit_compile is None else jit_compile
-    kept = random_state(source.generators)
-    try:
-        # A warning in each of the runs would be a row here.
-        with in_use(model, "verify", alone=True), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            source, keeping = _keeping(source)
-            batches, own_samples = _read(source, updates, keeping)
-            data = _same_twice(source, batches)
-            trials = Trials(model, batches, devices, class_weight, own_samples)
-            rows = (data, *trials.rows(runs_compiled))
-    finally:
-        set_random_state(kept, source.generators)
+    kept = kept_random_numbers(source.generators)
+    # A warning in each of the runs would be a row here.
+    with kept, in_use(model, "verify", alone=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        source, keeping = _keeping(source)
+        batches, own_samples = _read(source, updates, keeping)
+        data = _same_twice(source, batches)
+        trials = Trials(model, batches, devices, class_weight, own_samples)
+        rows = (data, *trials.rows(runs_compiled))
     size = trials.size_of(trials.batches[0]) or "?"
     found = Verification(
         rows,
