@@ -351,6 +351,7 @@ class FitState:
 
     def scalings_for(self, strategy: Strategy, count: int) -> list[Scaling]:
         """Return the loss scalers, if the precision needs them. They are kept from fit to fit."""
+        stored, self.stored_scalings = self.stored_scalings, []
         if strategy.precision.scaler(strategy.device) is None:
             self.scalings = []
             return []
@@ -358,7 +359,6 @@ class FitState:
             scaler = strategy.precision.scaler(strategy.device)
             assert scaler is not None
             self.scalings.append(Scaling(scaler))
-        stored, self.stored_scalings = self.stored_scalings, []
         for scaling, state in zip(self.scalings, stored, strict=False):
             scaling.load_state_dict(state)
         return self.scalings

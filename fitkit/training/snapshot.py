@@ -210,10 +210,11 @@ def training_state(
                 "passed": plan.passed,
             }
             for plan in state.schedulers
-        ],
+        ]
+        or state.stored_schedulers,
         "losses": _losses_of(model),
         "buffers": unsaved.changed(model),
-        "scalings": [scaling.state_dict() for scaling in state.scalings],
+        "scalings": state.stored_scalings or [scaling.state_dict() for scaling in state.scalings],
         "updates": state.updates,
         "rate_factor": state.rate_factor,
     }

@@ -96,7 +96,7 @@ def model_for(options, loss="cross_entropy"):
     return model
 
 
-def check_resumes(tmp_path, data, options, moment, epochs=4):
+def check_resumes(tmp_path, data, options, moment, epochs=4, *, copies=False):
     path = tmp_path / "cut.h5"
     rest = {"epochs": epochs, "verbose": 0, "validation_data": (X, Y)}
     whole = model_for(options)
@@ -106,6 +106,10 @@ def check_resumes(tmp_path, data, options, moment, epochs=4):
     torch.manual_seed(2)
     with pytest.raises(KeyboardInterrupt):
         cut.fit(**data(), **rest, callbacks=Cut(path, *moment))
+    if copies:
+        copied = model_for(options)
+        copied.load(path)
+        copied.save(path)
     torch.manual_seed(99)
     resumed = model_for(options)
     history = resumed.fit(**data(), **rest, resume_from=path).history
@@ -131,6 +135,11 @@ def test_any_data_go_on_where_they_were(tmp_path, data, moment):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_anything_compiled_goes_on_as_it_was(tmp_path, options, moment):
     check_resumes(tmp_path, DATA["loader"], OPTIONS[options], moment)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_file_that_was_loaded_and_saved_goes_on_as_well(tmp_path, options):
+    check_resumes(tmp_path, DATA["arrays"], options, (2, 1), copies=True)
 
 
 def test_an_epoch_may_be_cut_twice(tmp_path):
