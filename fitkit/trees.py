@@ -10,9 +10,11 @@ import dataclasses
 import types
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+Given = TypeVar("Given")
 
 
 def is_named_tuple(tree: object) -> bool:
@@ -144,6 +146,14 @@ def leaves(tree: Any) -> Iterator[Any]:
 def tensors(tree: Any) -> list[torch.Tensor]:
     """Return the leaves that are tensors, in order."""
     return [leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def copied(tree: Given) -> Given:
+    """Return a tree with copies of its tensors, without gradients. Other leaves stay."""
+    copies: Given = map_leaves(
+        lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, tree
+    )
+    return copies
 
 
 def kept(tree: Any) -> Any:

@@ -26,7 +26,7 @@ from fitkit.metrics.conversions import (
 from fitkit.metrics.sums import Batch, State, outside_inference
 from fitkit.outputs import EMPTY_MEAN
 from fitkit.shortcuts import Shortcut
-from fitkit.trees import map_leaves
+from fitkit.trees import copied, map_leaves
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -97,7 +97,7 @@ class TorchMetric:
                 pair = batch.converted(self.conversion)
             if self.keeps_batches and not self.joins:
                 # The caller may overwrite its memory with the next batch.
-                pair = map_leaves(_copied, pair[0]), map_leaves(_copied, pair[1])
+                pair = copied(pair[0]), copied(pair[1])
             self.metric.update(*pair)
         self.samples += batch.samples
 
@@ -234,10 +234,6 @@ def _filled_with_nan(leaf: Any) -> Any:
     if isinstance(leaf, Tensor) and leaf.is_floating_point():
         return torch.full_like(leaf, torch.nan)
     return leaf
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 STATES_SHARED = Shortcut("metrics that count the same things count them once")

@@ -222,11 +222,7 @@ def bundle_of(outputs: list[Any], samples: list[int]) -> Bundle:
         for output in counted
     ):
         return Bundle(torch.cat(counted), [len(output) for output in counted], samples)
-    return Bundle([trees.map_leaves(_copied, output) for output in counted], [], samples)
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+    return Bundle([trees.copied(output) for output in counted], [], samples)
 
 
 _loops: dict[int, str] = {}

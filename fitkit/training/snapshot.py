@@ -32,7 +32,7 @@ from fitkit.training.check_state import (
     try_scheduler_state,
 )
 from fitkit.training.rates import restore_schedulers
-from fitkit.trees import map_leaves
+from fitkit.trees import copied
 from fitkit.typing import FilePath, PlainData
 
 Found = TypeVar("Found")
@@ -119,7 +119,8 @@ def contents(
         found = collect(
             lambda: (make(), {**state, "training": training_state(model, train_weights)})
         )
-        return found if train_weights is None else _copied(found)
+        # A schedule-free optimizer returns to its training weights.
+        return found if train_weights is None else copied(found)
 
 
 def weights_of(model: Module, *, spread: bool = False, trainable_only: bool = False) -> PlainData:
@@ -127,7 +128,8 @@ def weights_of(model: Module, *, spread: bool = False, trainable_only: bool = Fa
     collect = _collector(model, spread=spread)
     with model._fitkit.fit_state.evaluated() as train_weights:
         found = collect(_state_dict_of(model, trainable_only))
-        return found if train_weights is None else _copied(found)
+        # A schedule-free optimizer returns to its training weights.
+        return found if train_weights is None else copied(found)
 
 
 def _state_dict_of(model: Module, trainable_only: bool) -> Callable[[], PlainData]:
@@ -171,14 +173,6 @@ def _collector(model: Module, *, spread: bool) -> Collect:
         return _at_once
     engine.average_ranks()
     return engine.parts if spread else engine.whole
-
-
-def _copied(found: Found) -> Found:
-    """Return a copy that stays when a schedule-free optimizer returns to its training weights."""
-    copied: Found = map_leaves(
-        lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, found
-    )
-    return copied
 
 
 def training_state(
