@@ -16,13 +16,7 @@ from fitkit.losses import Count
 from fitkit.modes import weights_cast_anew
 from fitkit.module import Module
 from fitkit.training.own_step import Step, StepContext
-
-
-def nothing_if(loss: torch.Tensor, count: float | torch.Tensor) -> torch.Tensor:
-    """Return a part's loss; 0 if it is the mean over nothing, which is NaN."""
-    if isinstance(count, torch.Tensor):
-        return torch.where(count > 0, loss, torch.zeros_like(loss))
-    return loss if count else loss.nan_to_num(0.0, 0.0, 0.0)
+from fitkit.training.weighing import nothing_if
 
 
 class Manual:

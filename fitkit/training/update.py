@@ -25,7 +25,7 @@ from fitkit.errors import ConfigurationError
 from fitkit.fit_state import FitState
 from fitkit.guests import guest_of
 from fitkit.hooks import overridden, step_arguments
-from fitkit.losses import Count, Term
+from fitkit.losses import Term
 from fitkit.module import Module
 from fitkit.optimizers import (
     OptimizerList,
@@ -38,18 +38,13 @@ from fitkit.optimizers import (
 )
 from fitkit.training.applier import Applier, ScaledApplier
 from fitkit.training.compiler import compiler_of
-from fitkit.training.manual import (
-    Manual,
-    check_manual,
-    exchange_gradients,
-    manual_backward,
-    nothing_if,
-)
+from fitkit.training.manual import Manual, check_manual, exchange_gradients, manual_backward
 from fitkit.training.own_step import Step, StepContext
 from fitkit.training.rates import Rates
 from fitkit.training.second_order import backward_with_graph, needs_graph
 from fitkit.training.step import Outcome
 from fitkit.training.surroundings import match_strides
+from fitkit.training.weighing import count_in, nothing_if
 
 TINY = torch.finfo(torch.float64).tiny
 
@@ -122,13 +117,6 @@ def ready_optimizers(model: Module) -> list[Optimizer]:
 def _is_named(model: Module) -> bool:
     """Return whether fitkit made the optimizer from a name, and may choose its implementation."""
     return model._fitkit.compilation.optimizer.is_name and not model._configures_optimizers
-
-
-def count_in(batch: Batch, count: Count) -> float | torch.Tensor:
-    """Return what a loss counts for: what it is the mean over, and nothing in a batch that only
-    fills.
-    """
-    return batch.samples if count is None or not batch.samples else count
 
 
 class Upcoming:
