@@ -16,7 +16,7 @@ from fitkit.losses import Count
 from fitkit.modes import weights_cast_anew
 from fitkit.module import Module
 from fitkit.training.own_step import Step, StepContext
-from fitkit.training.weighing import nothing_if
+from fitkit.training.weighing import weighed
 
 
 class Manual:
@@ -98,8 +98,7 @@ def manual_backward(
     if count is not None and strategy.data_ranks.world_size > 1:
         mine = float(count)
         (whole,) = strategy.data_ranks.sums([mine])
-    weight = mine * strategy.data_ranks.world_size
-    scaled = loss if weight == whole else nothing_if(loss, mine) * (weight / whole)
+    scaled = weighed(loss, mine, strategy.data_ranks.world_size, whole)
     if state.scalings:
         scaled = state.scalings[0].scaler.scale(scaled)
     scaled.backward(**options)
