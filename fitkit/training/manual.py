@@ -16,13 +16,7 @@ from fitkit.losses import Count
 from fitkit.modes import weights_cast_anew
 from fitkit.module import Module
 from fitkit.training.own_step import Step, StepContext
-
-
-def nothing_if(loss: torch.Tensor, count: float | torch.Tensor) -> torch.Tensor:
-    """Return a part's loss; 0 if it is the mean over nothing, which is NaN."""
-    if isinstance(count, torch.Tensor):
-        return torch.where(count > 0, loss, torch.zeros_like(loss))
-    return loss if count else loss.nan_to_num(0.0, 0.0, 0.0)
+from fitkit.training.weighing import weighed
 
 
 class Manual:
@@ -104,8 +98,7 @@ def manual_backward(
     if count is not None and strategy.data_ranks.world_size > 1:
         mine = float(count)
         (whole,) = strategy.data_ranks.sums([mine])
-    weight = mine * strategy.data_ranks.world_size
-    scaled = loss if weight == whole else nothing_if(loss, mine) * (weight / whole)
+    scaled = weighed(loss, mine, strategy.data_ranks.world_size, whole)
     if state.scalings:
         scaled = state.scalings[0].scaler.scale(scaled)
     scaled.backward(**options)

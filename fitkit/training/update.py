@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import zip_longest
@@ -16,7 +14,6 @@ import torch
 from torch.optim import Optimizer
 
 from fitkit import trees
-from fitkit.accelerators import widest_dtype
 from fitkit.checkpoint import check_fused_state
 from fitkit.data.batches import Batch, NoRows
 from fitkit.distributed.precision import CLOSURE, Scaling, match_state
@@ -25,7 +22,6 @@ from fitkit.errors import ConfigurationError
 from fitkit.fit_state import FitState
 from fitkit.guests import guest_of
 from fitkit.hooks import overridden, step_arguments
-from fitkit.losses import Count, Term
 from fitkit.module import Module
 from fitkit.optimizers import (
     OptimizerList,
@@ -38,20 +34,23 @@ from fitkit.optimizers import (
 )
 from fitkit.training.applier import Applier, ScaledApplier
 from fitkit.training.compiler import compiler_of
-from fitkit.training.manual import (
-    Manual,
-    check_manual,
-    exchange_gradients,
-    manual_backward,
-    nothing_if,
-)
+from fitkit.training.manual import Manual, check_manual, exchange_gradients, manual_backward
 from fitkit.training.own_step import Step, StepContext
 from fitkit.training.rates import Rates
 from fitkit.training.second_order import backward_with_graph, needs_graph
 from fitkit.training.step import Outcome
 from fitkit.training.surroundings import match_strides
-
-TINY = torch.finfo(torch.float64).tiny
+from fitkit.training.tally import CarriedTally, Tally
+from fitkit.training.weighing import (
+    TINY,
+    Known,
+    Late,
+    Number,
+    Weighing,
+    count_in,
+    nothing_if,
+    weighed,
+)
 
 AS_IS = contextlib.nullcontext()
 """What surrounds a step that is an update by itself, or completes one."""
@@ -124,13 +123,6 @@ def _is_named(model: Module) -> bool:
     return model._fitkit.compilation.optimizer.is_name and not model._configures_optimizers
 
 
-def count_in(batch: Batch, count: Count) -> float | torch.Tensor:
-    """Return what a loss counts for: what it is the mean over, and nothing in a batch that only
-    fills.
-    """
-    return batch.samples if count is None or not batch.samples else count
-
-
 class Upcoming:
     """An iterator over batches that can also look ahead at the next ones."""
 
@@ -168,20 +160,15 @@ class Update:
             the wrapper that averages gradients over the ranks, so this class averages them. It
             does so for compiled steps too.
 
-    An update equals the one from all its batches, over all ranks, as a single batch. For this,
-    each batch's gradients are weighted by the count that its loss is the mean over. That holds
-    also if batches differ in length or the last group is short. There are three weightings:
+    An update equals the one from all its batches, over all ranks, as a single batch. That holds
+    also if batches differ in length or the last group is short. For this, each batch's loss is
+    weighed before its backward, and the gradients are corrected at the end (`weighing.py`).
 
-    1. The loss is a mean over samples (`learn_from`). Their number is known on all ranks before the
-       step, so `backward` applies the weight. In a group, gradients are scaled as if all batches
-       had as many samples as the first, and corrected at the group's end.
-    2. The loss is a mean over something else, such as the labels that count (`_learn_counted`).
-       The weight is a guess, which is corrected once the gradients are exchanged. The counts of
-       the other ranks come with the gradients if the strategy has a `count_parameter`. Otherwise
-       they cost an exchange.
-    3. The losses of several outputs are means over different counts (`_learn_terms`). No single
-       factor can correct them afterwards. So the counts of the whole group are computed before
-       its first backward.
+    Samples are known on all ranks before the step, but not those of the group's later batches:
+    reading these earlier would change the order of random numbers. What else a loss is the mean
+    over is known after the forward, and only on its rank. Both weigh as `Late`. The losses of
+    several outputs, which are means over different things, need all counts of the group before its
+    first backward. So their group's batches are read ahead (`Known`).
 
     `FitState.accumulate` is the number of batches in an update. Callbacks may change it; a change
     takes effect with the next group.
@@ -219,8 +206,6 @@ class Update:
         self._ranks = strategy.data_ranks.world_size
         self._scaling = scaling
         self.backward: Callable[..., None] = engine.backward
-        if scaling is not None:
-            self.backward = partial(scaling.backward, through=self.backward)
         # A compiled step has no wrapper that averages gradients within the backward pass. It has a
         # list then, of the buffers that ranks share, which may be empty.
         self._buffers = step.wrapped.shared_buffers
@@ -235,19 +220,17 @@ class Update:
         # No strategy knows a loss's own parameters, so their gradients are averaged here.
         has_outside = self._ranks > 1 and not self._exchanges
         self._outside = compilation.loss_parameters() if has_outside else []
-        # Sends a count along with the gradients; there is none if they bypass the wrapper.
-        self._carrier = None if is_one_of_several else step.wrapped.count_parameter
+        ranks, carrier = strategy.data_ranks, step.wrapped.count_parameter
+        self._tally = Tally(ranks)
+        if carrier is not None and not is_one_of_several:  # these bypass the wrapper
+            self._tally = CarriedTally(ranks, carrier, by_hand=self._exchanges)
+        self._averaged = [*self.parameters, *self._tally.parameters]
         # Surrounds all batches of a group but the last, after which gradients are exchanged.
         self._accumulating: Callable[[], AbstractContextManager[Any]] = (
             step.wrapped.accumulating or engine.accumulating
         )
         self._batches = 0  # in the group so far
-        self._samples = 0  # in the group so far, on all ranks
-        self._counted: Any = None  # count in the group so far, on this rank; None if samples count
-        self._per_sample: float | None = None  # a sample's approximate count: a power of 2
-        self._totals: list[float] | None = None  # each output's count in the group, on all ranks
-        self._to_come: dict[str, float] = {}  # what is left of it in this rank's batches to come
-        self._first = 1  # samples of the group's first step, on all ranks
+        self._group: Weighing | None = None  # how its batches weigh; None before its first
         self._takes_closure = needs_closure(optimizer)
         if needs_graph(optimizer):
             self.backward = backward_with_graph(
@@ -299,10 +282,8 @@ class Update:
             return
         if self.accumulate != self._fit_state.accumulate:
             self._regroup()
-        for parameter in self.parameters:
+        for parameter in self._averaged:
             parameter.grad = None
-        if self._carrier is not None:
-            self._carrier.grad = None
         if self._buffers:
             self._strategy.collectives.broadcast_tensors(self._buffers)
 
@@ -343,118 +324,61 @@ class Update:
         return AS_IS
 
     def learn_from(self, batch: Batch, outcome: Outcome) -> None:
-        """Learn from a batch's loss, which is a mean over this rank's batch.
+        """Learn from a batch's loss, which is a mean over what counts in this rank's batch.
 
-        Each sample weighs the same on every rank. A batch of 0 samples has no weight.
+        What counts weighs the same in every batch and on every rank. A batch of 0 samples has no
+        weight.
         """
-        loss, samples, total = outcome.loss, batch.samples, batch.total
-        if loss is None:
+        if outcome.loss is None:
             if not self._is_alone:
                 raise ConfigurationError(
                     "training_step returned None to skip a batch, but several ranks make each "
                     "step together. Return a loss of 0 * (the sum of the net's outputs) instead."
                 )
             return
-        if outcome.counts_apart:
-            self._learn_terms(loss, outcome.terms, samples)
-            return
-        if outcome.count is not None or self._carrier is not None:
-            self._learn_counted(loss, count_in(batch, outcome.count), total)
-            return
-        if self.accumulate == 1:
-            weight = samples * self._ranks
-            self.backward(loss if weight == total else loss * (weight / total))
+        if not self.is_part:
+            self._add_gradients(outcome.loss, batch.samples)
             if self._exchanges:
                 exchange_gradients(self._strategy, self.parameters)
             self._update()
             return
-        if self._batches == 0:
-            self._first = max(total, 1)
-            self._samples = 0
-        # Scale as if every step of the group had as many samples as its first; `finish` corrects.
-        self.backward(loss * (samples * self._ranks / (self._first * self.accumulate)))
+        if self._group is None:
+            self._group = self._weighing(batch, outcome)
+        self._add_gradients(*self._group.part(batch, outcome))
         self._batches += 1
-        self._samples += total
         if self._batches == self.accumulate:
             self.finish()
 
-    def _learn_counted(self, loss: torch.Tensor, count: float | torch.Tensor, total: int) -> None:
-        """Learn from a loss that is the mean over `count`, which differs between batches."""
-        if self.accumulate == 1 and self._ranks == 1:
-            self.backward(loss)
-            self._update()
-            return
-        if self._batches == 0:
-            self._first, self._samples, self._counted = max(total, 1), 0, 0
-            if self._per_sample is None:
-                self._per_sample = self._guess(count, total)
-        expected = self._first * self.accumulate * (self._per_sample or 1.0)
-        self._backward_part(loss, count, count * (self._ranks / expected))
-        self._batches += 1
-        self._samples += total
-        self._counted = self._counted + count
-        if self._batches == self.accumulate:
-            self.finish()
+    def _weighing(self, batch: Batch, outcome: Outcome) -> Weighing:
+        """Choose how the batches of a group weigh.
 
-    def _guess(self, count: float | torch.Tensor, total: int) -> float:
-        """Estimate a sample's count, so that gradients have about the right size from the start.
-
-        The estimate is a power of 2, which rounds nothing. So a resumed training computes the same
-        bits, even with a different estimate.
+        Args:
+            batch: the group's first.
+            outcome: what its step found.
 
         Ranks:
-            Collective, once in a fit.
+            Collective, for several outputs; otherwise at most once in a fit.
         """
-        (whole,) = self._strategy.data_ranks.sums([float(count)])
-        return 2.0 ** round(math.log2(whole / total)) if whole > 0 and total else 1.0
+        if outcome.counts_apart:
+            mine = [float(count_in(batch, term.count)) for term in outcome.terms]
+            coming = map(self.step.counts_of, self._upcoming.peek(self.accumulate - 1))
+            sums = [sum(column) for column in zip(mine, *coming, strict=True)]
+            names = [term.name for term in outcome.terms]
+            left = dict(zip(names, sums, strict=True))
+            return Known(self._strategy.data_ranks.sums(sums), left, self._ranks)
+        expected = float(max(batch.total, 1) * self.accumulate)  # as many samples in each
+        asks = outcome.count is not None or self._tally.is_carried
+        if asks:
+            expected *= self._tally.per_sample(count_in(batch, outcome.count), batch.total)
+        return Late(expected, self._ranks, asks)
 
-    def _learn_terms(self, loss: torch.Tensor, terms: Sequence[Term], samples: int) -> None:
-        """Learn from the losses of several outputs, which are means over different counts.
-
-        No single factor can correct them afterwards, so the group's counts are computed first.
-        """
-        counts = [samples if term.count is None or not samples else term.count for term in terms]
-        if self.accumulate == 1 and self._ranks == 1:
-            self.backward(loss)
-            self._update()
-            return
-        if self._totals is None:
-            coming = self._upcoming.peek(self.accumulate - 1) if self.accumulate > 1 else []
-            rest = [self.step.counts_of(batch) for batch in coming]
-            sums = [sum(map(float, column)) for column in zip(counts, *rest, strict=True)]
-            self._totals = self._strategy.data_ranks.sums(sums)
-            self._to_come = dict(zip((term.name for term in terms), sums, strict=True))
-        for term, count in zip(terms, counts, strict=True):
-            if isinstance(count, (int, float)):
-                self._to_come[term.name] -= count
-            else:  # reading it may wait
-                self._to_come[term.name] = 0.0
-        weighed = [
-            nothing_if(term.value, count) * (term.scale * count * self._ranks / max(whole, TINY))
-            for term, count, whole in zip(terms, counts, self._totals, strict=True)
-        ]
-        self._backward_part(functools.reduce(torch.add, weighed), 1.0, 1.0)
-        self._batches += 1
-        if self._batches == self.accumulate:
-            self.finish()
-
-    def _backward_part(
-        self, loss: torch.Tensor, count: float | torch.Tensor, weight: float | torch.Tensor
-    ) -> None:
-        """Compute the gradients of a part of a group, and add its count to the carrier."""
-        loss, carrier = nothing_if(loss, count), self._carrier
-        if carrier is None or self._exchanges:
-            self.backward(loss * weight)
-            if carrier is not None:
-                counts = torch.as_tensor(count, dtype=carrier.dtype, device=carrier.device)
-                carrier.grad = counts if carrier.grad is None else carrier.grad + counts
-            return
-        if self._scaling is not None:
-            loss = self._scaling.scaler.scale(loss)
-        # Equals a backward of loss * weight + carrier * count, with fewer operations.
-        weighs = torch.as_tensor(weight, dtype=loss.dtype, device=loss.device)
-        counts = torch.as_tensor(count, dtype=carrier.dtype, device=carrier.device)
-        torch.autograd.backward((loss, carrier), (weighs, counts))
+    def _add_gradients(self, loss: torch.Tensor, count: Number) -> None:
+        """Add the gradients of a part of a group, and its count to the tally."""
+        if self._scaling is None:
+            self.backward(self._tally.joined(loss, count))
+        else:  # the loss is scaled, the count isn't
+            joined = partial(self._tally.joined, count=count)
+            self._scaling.backward(loss, lambda scaled: self.backward(joined(scaled)))
 
     def flush(self) -> None:
         """Do nothing: no batch is held."""
@@ -463,45 +387,14 @@ class Update:
         """Make the update of a complete group, or of a shorter one at the epoch's end."""
         if self._batches == 0:
             return
-        self._batches = 0
+        group, self._group, self._batches = self._group, None, 0
+        assert group is not None
         if not self._exchanged:
-            carriers = [] if self._carrier is None else [self._carrier]
-            exchange_gradients(self._strategy, [*self.parameters, *carriers])
-        # The count of the whole group is known now, so correct the gradients' scale.
-        expected, found = float(self._first * self.accumulate), self._samples
-        if self._totals is not None:
-            expected, found = 1.0, 1
-            if wrong := [name for name, count in self._to_come.items() if abs(count) > 0.5]:
-                raise ConfigurationError(
-                    f"The loss of {', '.join(wrong)} is a mean over values whose number can't be "
-                    "known before the forward, but updates of several outputs and batches need it. "
-                    "Let it return one value per sample, or write accumulate_grad_batches=1."
-                )
-        elif self._counted is not None:
-            expected, found = expected * (self._per_sample or 1.0), self._counted_by_all()
-        self._totals = self._counted = None
-        if isinstance(found, torch.Tensor):
-            factor = torch.where(found > 0, expected / found, 1.0)
+            exchange_gradients(self._strategy, self._averaged)
+        factor = group.correction(self._tally.over_ranks)
+        if factor is not None:
             self._engine.scale(self.parameters, factor)
-        elif found != expected:
-            self._engine.scale(self.parameters, expected / found if found else 1.0)
         self._update()
-
-    def _counted_by_all(self) -> Any:
-        """Return the group's count over all ranks: a number, or a tensor on a GPU."""
-        if self._ranks == 1:
-            return self._counted
-        carrier = self._carrier
-        if carrier is None:
-            return self._strategy.data_ranks.sums([float(self._counted)])[0]
-        assert carrier.grad is not None  # a mean over the ranks
-        # Round what should be a whole number. Other counts (sums of class weights) stay.
-        if carrier.is_cpu:
-            number = carrier.grad.item() * self._ranks
-            return round(number) if abs(number - round(number)) < 1e-6 * number else number
-        whole = carrier.grad.to(widest_dtype(carrier.device)) * self._ranks
-        rounded = whole.round()
-        return torch.where((whole - rounded).abs() < 1e-6 * rounded, rounded, whole)
 
     def _step_with_closure(
         self, batch: Batch, outcome: Outcome, again: Callable[[], torch.Tensor]
@@ -517,16 +410,14 @@ class Update:
         if outcome.count is not None and self._ranks > 1:
             mine = float(count_in(batch, outcome.count))
             whole = max(*self._strategy.data_ranks.sums([mine]), TINY)
-        waiting, weight = [loss], mine * self._ranks / whole
+        waiting = [loss]
 
         def closure() -> torch.Tensor:
             with torch.enable_grad():
                 value = waiting.pop() if waiting else again()
-                for parameter in self.parameters:
+                for parameter in self._averaged:
                     parameter.grad = None
-                if self._carrier is not None:
-                    self._carrier.grad = None
-                self._backward_part(value, mine, weight)
+                self._add_gradients(weighed(value, mine, self._ranks, whole), mine)
                 if self._exchanges:
                     exchange_gradients(self._strategy, self.parameters)
                 if self._outside:

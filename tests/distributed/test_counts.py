@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional as F
 
 import fitkit
-from fitkit.strategies import DDPSpawnStrategy
+from fitkit.strategies import DDPSpawnStrategy, Engine
 
 ROWS, LENGTH, CLASSES, UPDATES = 96, 12, 5, 10
 IGNORED = -100
@@ -308,6 +308,26 @@ def test_every_strategy_weighs_alike(strategy, own):
     )  # fmt: skip
     loader = torch.utils.data.DataLoader(Rows(make, x, y), size)
     model.fit(loader, steps_per_epoch=UPDATES, verbose=0)
+    assert apart(model.net, wanted) < 1e-12
+
+
+class Threefold(Engine):
+    def backward(self, loss):
+        (3 * loss).backward()
+
+
+class WithEngine(DDPSpawnStrategy):
+    has_engine = True
+
+    def engine_for(self, module, optimizers):
+        return Threefold()
+
+
+def test_an_engine_computes_the_gradients_of_losses_that_count():
+    x, y = tokens()
+    wanted = reference(made(Tagger), lambda n, x, y: 3 * F.cross_entropy(n(x), y), (x, y))
+    cut, strategy = "2 ranks x 8", WithEngine()
+    model = fitted(fitkit.Model(made(Tagger)), (x, y), cut, loss="cross_entropy", strategy=strategy)
     assert apart(model.net, wanted) < 1e-12
 
 

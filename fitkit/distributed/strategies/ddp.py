@@ -200,7 +200,8 @@ class DDP(Strategy):
             return wrapped
         self._check_gradients(module)
         can_compile = compiles and wrapped.is_bare and not self.has_engine
-        carrier = self._new_carrier(module) if may_count else None
+        # An engine computes gradients in its own way, so a count isn't safe among them.
+        carrier = self._new_carrier(module) if may_count and not self.has_engine else None
         wrapper = DDPWrapper(wrapped, carrier, self.configure_ddp, type(self).__name__)
         if can_compile and wrapper.is_replaceable:
             wrapper.drop()
