@@ -235,7 +235,8 @@ class RandomErasing(BatchTransform):
         stays has an empty one.
         """
         areas = numbers.uniform(*self.scale, (count, TRIES)) * height * width
-        ratios = np.exp(numbers.uniform(*map(math.log, self.ratio), (count, TRIES)))
+        least, largest = map(math.log, self.ratio)
+        ratios = np.exp(numbers.uniform(least, largest, (count, TRIES)))
         heights = np.rint(np.sqrt(areas * ratios)).astype(np.int64)
         widths = np.rint(np.sqrt(areas / ratios)).astype(np.int64)
         fits = (heights < height) & (widths < width)
