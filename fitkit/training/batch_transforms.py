@@ -39,6 +39,7 @@ class WholeBatch:
         ranks: those that see different rows.
         find_classes: gives the number of classes that the net tells apart, by some labels. None
             if there is no net.
+        dtype: of targets that labels become.
         has_weights: whether the rows have sample weights.
         is_first: whether it is a training's first batch, whose values may be read on any device.
 
@@ -57,12 +58,14 @@ class WholeBatch:
         ranks: Collectives | None = None,
         find_classes: Callable[[torch.Tensor], int] | None = None,
         *,
+        dtype: torch.dtype = torch.float32,
         has_weights: bool = False,
         is_first: bool = True,
     ) -> None:
         self.numbers = numbers
         self.samples = samples
         self.total = total
+        self.dtype = dtype
         self.has_weights = has_weights
         self.is_first = is_first
         self._ranks: Collectives = Solo() if ranks is None else ranks
@@ -111,23 +114,23 @@ class WholeBatch:
         if labels.is_floating_point():
             return labels
         count = classes or self._number_of_classes(labels)
-        dtype = torch.get_default_dtype()
         if count == 1:
-            return labels.to(dtype)
+            return labels.to(self.dtype)
         if labels.ndim > 1 and labels.shape[1] == 1:
             labels = labels.squeeze(1)
+        if labels.is_cpu or self.is_first:
+            least, largest = map(int, labels.aminmax())
+            if least < 0 or largest >= count:
+                raise ConfigurationError(
+                    f"Labels to be mixed must be class numbers from 0 to {count - 1}, but they go "
+                    f"from {least} to {largest}. Leave out rows whose labels are ignored."
+                )
         places = labels.unsqueeze(1).long()
-        is_class = (places >= 0) & (places < count)
-        if (labels.is_cpu or self.is_first) and not bool(is_class.all()):
-            raise ConfigurationError(
-                f"Labels to be mixed must be class numbers from 0 to {count - 1}, but they go from "
-                f"{int(labels.min())} to {int(labels.max())}. Leave out rows whose labels are "
-                "ignored."
-            )
         shape = (len(labels), count, *labels.shape[1:])
-        ones = torch.zeros(shape, dtype=dtype, device=labels.device)
+        ones = torch.zeros(shape, dtype=self.dtype, device=labels.device)
         if labels.is_cpu:
             return ones.scatter_(1, places, 1.0)
+        is_class = (places >= 0) & (places < count)
         ones.scatter_(1, places.clamp(0, count - 1), 1.0)
         return ones.masked_fill_(~is_class, torch.nan)
 
@@ -276,24 +279,18 @@ class BatchTransforms:
         if self._seed is None:
             self._seed = int(self._ranks.broadcast(torch.initial_seed()))
         x, y, put_back = self._taken_apart(self._step.mover.move(batch.data))
-        model, first = self._model, x
-        for number, transform in enumerate(self._transforms):
-            drawn = (
-                self._seed,
-                model._fitkit.fit_state.updates,
-                model.current_epoch,
-                index,
-                number,
-            )
-            whole = WholeBatch(
-                np.random.default_rng([abs(part) for part in drawn]),
-                batch.samples,
-                batch.total,
-                self._ranks,
-                partial(self._found_classes, first),
-                has_weights=self._has_weights,
-                is_first=self._is_first,
-            )
+        updates, epoch = self._model._fitkit.fit_state.updates, self._model.current_epoch
+        whole = WholeBatch(
+            np.random.default_rng([abs(part) for part in (self._seed, updates, epoch, index)]),
+            batch.samples,
+            batch.total,
+            self._ranks,
+            partial(self._found_classes, x),
+            dtype=self._step.mover.transfer.wide_dtype,
+            has_weights=self._has_weights,
+            is_first=self._is_first,
+        )
+        for transform in self._transforms:
             x, y = applied(transform, x, y, whole)
         changed = put_back(x, y)
         if self._is_first:
