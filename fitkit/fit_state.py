@@ -209,6 +209,9 @@ class Run(Protocol):
     @property
     def resumed(self) -> Progress | None: ...
 
+    def follow_freezing(self) -> None:
+        """Wrap the module again if a callback has frozen or unfrozen parameters. Collective."""
+
     def progress(self) -> Progress:
         """How far it is, for a checkpoint. Collective."""
 

@@ -194,6 +194,8 @@ def step_for(
     may_count = compilation.loss.may_count(known)
     counts = may_count or has_own_steps(model, stage)
     if stage == "training":
+        if (outer := model._fitkit.fit_state.run) is not None:
+            outer.follow_freezing()  # a callback trains the model, by that run's wrapper
         compiler = compiler_of(model)
         wrapped = strategy.wrap_for_training(
             model,
