@@ -64,8 +64,22 @@ def test_one_that_fails_leaves_the_outer_one_its_wrapper_and_engine(strategy):
     assert model._fitkit.compilation.strategy.engine is None
 
 
+def single_updates(model):
+    part = slice(5) if model.global_rank == 0 else slice(5, 8)
+    for x, y in slices(X, Y, 8):
+        model.train_on_batch(x[part], y[part])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_single_updates_are_those_of_the_ranks_batches_together(strategy):
+    model = compiled(STRATEGIES[strategy])
+    fit(model, callbacks=LambdaCallback(on_epoch_end=lambda epoch, logs: single_updates(model)))
+    assert_same_weights(model.net, plainly(2), atol=1e-6)
+
+
+@pytest.mark.parametrize("train", [fit, single_updates])
 @pytest.mark.parametrize("strategy", ["ddp_spawn", "bagua"])
-def test_it_averages_what_a_callback_has_freed_before_it(strategy):
+def test_it_averages_what_a_callback_has_freed_before_it(strategy, train):
     net = dense(4, 3, 1)
     net[0].weight.requires_grad_(False)
     model = compiled(strategy, net)
@@ -74,7 +88,7 @@ def test_it_averages_what_a_callback_has_freed_before_it(strategy):
     def inside(epoch, logs):
         if not epoch:
             model.net[0].weight.requires_grad_(True)
-            fit(model)
+            train(model)
 
     fit(model, epochs=2, callbacks=LambdaCallback(on_epoch_end=inside))
     expected = dense(4, 3, 1)
