@@ -5,7 +5,8 @@ import torch
 
 import fitkit
 from fitkit.callbacks import LambdaCallback
-from fitkit.strategies import BaguaStrategy
+from fitkit.distributed.collectives import Solo
+from fitkit.strategies import BaguaStrategy, FSDPStrategy
 from tests.nets import dense, regression
 from tests.reference import assert_same_weights, plain_loop, slices
 
@@ -62,6 +63,31 @@ def test_one_that_fails_leaves_the_outer_one_its_wrapper_and_engine(strategy):
     fit(model, epochs=2, callbacks=LambdaCallback(on_epoch_end=inside))
     assert_same_weights(model.net, plainly(2), atol=1e-6)
     assert model._fitkit.compilation.strategy.engine is None
+
+
+CONTEXT = FSDPStrategy(context_parallel=2)
+
+
+def settings_of(strategy):
+    assert type(strategy.collectives) is Solo
+    return {name: value for name, value in vars(strategy).items() if name != "collectives"}
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "context_parallel"])
+def test_between_calls_a_strategy_has_nothing_of_them(strategy):
+    model = compiled({**STRATEGIES, "context_parallel": CONTEXT}[strategy])
+    own = model._fitkit.compilation.strategy
+    before = settings_of(own)
+
+    def fail(batch, logs):
+        raise ArithmeticError("on purpose")
+
+    if strategy != "context_parallel":  # which refuses a net without tokens
+        fit(model)
+        assert settings_of(own) == before
+    with pytest.raises((ArithmeticError, fitkit.ConfigurationError)):
+        fit(model, callbacks=LambdaCallback(on_train_batch_end=fail))
+    assert settings_of(own) == before
 
 
 def single_updates(model):

@@ -101,11 +101,11 @@ class Strategy:
         return dict(vars(self))
 
     def _state_for_ranks(self, strategy: object) -> dict[str, Any]:
-        """Return what other ranks get: everything but this process's group, launcher and
-        training.
+        """Return what other ranks get: everything but this process's launcher.
+
+        A strategy is sent between calls, when it has neither a group nor a training.
         """
-        fresh = {"collectives": Solo(), "launcher": InlineLauncher(), "engine": None}
-        return {**self.__getstate__(), **fresh}
+        return {**self.__getstate__(), "launcher": InlineLauncher()}
 
     @final
     def for_model(self) -> Strategy:
