@@ -207,6 +207,9 @@ class Run(Protocol):
     @property
     def is_between_updates(self) -> bool: ...
 
+    def follow_freezing(self) -> None:
+        """Wrap the module again if a callback has frozen or unfrozen parameters. Collective."""
+
     def checkpoint_progress(self) -> Progress:
         """Return how far it is on all ranks, for a checkpoint. Collective."""
 

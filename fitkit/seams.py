@@ -163,7 +163,12 @@ from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.ddp import DDPWrapper
 from fitkit.distributed.strategies.engine import Engine, norm_of
 from fitkit.distributed.world import RankGroup, World, counting_connections, enter
-from fitkit.distributed.wrapped_model import DividedModel, StepRouter, WrappedModel
+from fitkit.distributed.wrapped_model import (
+    DividedModel,
+    ReplicatedModel,
+    StepRouter,
+    WrappedModel,
+)
 from fitkit.guests import GUESTS, Guest, guest_of
 from fitkit.hooks import has_own_steps, overridden
 from fitkit.losses import CompiledLoss, Term, checked_count
@@ -263,6 +268,7 @@ __all__ = [
     "RankGroup",
     "ReadByItself",
     "ReadInOrder",
+    "ReplicatedModel",
     "SingleDevice",
     "Source",
     "StepRouter",

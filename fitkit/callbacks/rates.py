@@ -189,16 +189,9 @@ class LearningRateMonitor(Callback):
         self.log_weight_decay = log_weight_decay
         self.rates: list[float] = []
         self._used: list[Any] = []
-        self._optimizers: list[Optimizer] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_optimizers": []}
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self.rates, self._used = [], []
-        self.add_cleanup(setattr, self, "_optimizers", [])
-        # Not at each batch: asking the model for them looks through all parameters.
-        self._optimizers = optimizers_of(self.model)
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         # At the end of a batch, a scheduler that counts steps has already moved on.
@@ -225,8 +218,13 @@ class LearningRateMonitor(Callback):
         if state:  # older versions kept nothing
             self._used, self.rates = list(state["used"]), state["rates"].tolist()
 
+    def _optimizers(self) -> list[Optimizer]:
+        # As fit has made them: `optimizers_of` looks through all parameters, too long for a batch.
+        found: list[Optimizer] = self.model._fitkit.fit_state.optimizers
+        return found
+
     def _groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return [group for optimizer in self._optimizers() for group in optimizer.param_groups]
 
     def _add(self, logs: dict[str, Any], name: str, values: list[Any]) -> None:
         for key, value in zip(self._names(name), values, strict=True):
@@ -241,7 +239,7 @@ class LearningRateMonitor(Callback):
             if plan.name is not None
         }
         found, unnamed = [], 0
-        for optimizer in self._optimizers:
+        for optimizer in self._optimizers():
             own = named.get(id(optimizer))
             base = name if own is None else own if name == "learning_rate" else f"{own}-{name}"
             for index, group in enumerate(optimizer.param_groups):

@@ -21,11 +21,6 @@ class WrappedModel:
 
     Attributes:
         net: the module, which error messages describe.
-        weights: None where a call returns what the method returned. Where several replicas
-            compute parts of a batch, the number of samples of each in the last call: its outputs
-            are gathered then.
-        weigh: gives what a replica's own loss is the mean over, from its outputs and its inputs;
-            None where that is its samples.
         accumulating: surrounds calls whose gradients the wrapper needn't exchange yet; None where
             it exchanges none.
         rewrap: renews the wrapper after parameters were frozen or freed, on all ranks; None where
@@ -38,9 +33,6 @@ class WrappedModel:
             first forward. None where the wrapper does both, or nobody needs to.
     """
 
-    has_replicas = False
-    weights: list[int] | None = None
-    weigh: Callable[[Any, Any], float | torch.Tensor | None] | None = None
     accumulating: Callable[[], AbstractContextManager[Any]] | None = None
     rewrap: Callable[[], None] | None = None
     count_parameter: nn.Parameter | None = None
@@ -53,7 +45,7 @@ class WrappedModel:
     @property
     def is_bare(self) -> bool:
         """Whether nothing stands between a call and the module."""
-        return self.wrapper is None and not self.has_replicas
+        return self.wrapper is None
 
     def __call__(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Return what the named method returns; `""` calls the module itself."""
@@ -65,6 +57,23 @@ class WrappedModel:
         """As a call of the object itself, past its wrapper."""
         target = getattr(self.module, method) if method else self.module
         return target(*args, **kwargs)
+
+
+class ReplicatedModel(WrappedModel):
+    """A model of which replicas compute parts of a batch each. Their outputs are gathered.
+
+    Attributes:
+        weights: the number of samples of each replica in the last call.
+        weigh: gives what a replica's own loss is the mean over, from its outputs and its inputs;
+            None where that is its samples.
+    """
+
+    weights: list[int]
+    weigh: Callable[[Any, Any], float | torch.Tensor | None] | None = None
+
+    @property
+    def is_bare(self) -> bool:
+        return False
 
 
 class DividedModel(WrappedModel):

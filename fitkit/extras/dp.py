@@ -18,7 +18,15 @@ from fitkit import trees
 from fitkit.accelerators import current_device
 from fitkit.errors import ConfigurationError, warn
 from fitkit.samples import samples_among
-from fitkit.seams import Assignment, Strategy, WrappedModel, gather, part_sizes, split
+from fitkit.seams import (
+    Assignment,
+    ReplicatedModel,
+    Strategy,
+    WrappedModel,
+    gather,
+    part_sizes,
+    split,
+)
 
 ABSENT = object()
 
@@ -41,7 +49,7 @@ class Replica:
     metrics: dict[int, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
 
 
-class Replicas(WrappedModel):
+class Replicas(ReplicatedModel):
     """Calls a module's methods with a batch divided among replicas.
 
     Each call copies the module for every part of the batch. On several GPUs the parts are computed
@@ -67,8 +75,6 @@ class Replicas(WrappedModel):
     Raises:
         ConfigurationError: a module that is compiled, so that its replicas would compute with it.
     """
-
-    has_replicas = True
 
     def __init__(
         self,
@@ -111,7 +117,7 @@ class Replicas(WrappedModel):
             samples = samples_among({**dict(enumerate(args)), **kwargs})
             parts = split((args, kwargs), len(self._devices), samples)
         weights = part_sizes(samples, len(self._devices))
-        self.weights: list[int] | None = weights
+        self.weights = weights
         replicas = replicate(self.module, list(self._devices[: len(parts)]))
         for replica, size in zip(replicas, weights, strict=True):
             if hasattr(type(replica.module), "_begin_replica"):
@@ -170,7 +176,7 @@ class Replicas(WrappedModel):
         failed = [index for index, (_, error) in enumerate(results) if error is not None]
         if not failed:
             return [outputs for outputs, _ in results]
-        index, sizes = failed[0], self.weights or []
+        index, sizes = failed[0], self.weights
         error: Any = results[index][1]
         if hasattr(error, "add_note"):  # not in Python 3.10
             error.add_note(

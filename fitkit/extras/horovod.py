@@ -57,10 +57,6 @@ class Horovod(DDP):
         super().__init__(process_group_backend, timeout, comm_hook=hook, output=output)
         self.averager = engine
         self.compression = compression
-        self._hvd: Any = None  # Horovod's module, between `join` and `leave`
-
-    def _state_for_ranks(self, strategy: object) -> dict[str, Any]:
-        return {**super()._state_for_ranks(strategy), "_hvd": None}
 
     def connect(self, assignment: Assignment) -> Strategy:
         if self.averager == "horovod":
@@ -80,22 +76,24 @@ class Horovod(DDP):
 
     def join(self, store: Store | None = None) -> None:
         super().join(store)
-        if self.averager == "horovod" and self.collectives.world_size > 1:
-            self._hvd = join_horovod(self.world)
+        if self._averages_here:
+            join_horovod(self.world)
 
-    def leave(self) -> None:
-        super().leave()
-        self._hvd = None
+    @property
+    def _averages_here(self) -> bool:
+        """Whether Horovod's engine averages the gradients of this call."""
+        return self.averager == "horovod" and self.collectives.world_size > 1
 
     # ------------------------------------------------------------------ learning
 
     def engine_for(self, module: nn.Module, optimizers: list[Optimizer]) -> Engine | None:
-        if self._hvd is None:
+        if not self._averages_here:
             return None
-        broadcast_state(self._hvd, module, optimizers)
+        hvd = join_horovod(self.world)
+        broadcast_state(hvd, module, optimizers)
         if not getattr(module, "_updates_all", True):
             return None
-        return HorovodGradients(self._hvd, optimizers, self.compression)
+        return HorovodGradients(hvd, optimizers, self.compression)
 
 
 PURPOSE = "HorovodStrategy(engine='horovod')"

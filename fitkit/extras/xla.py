@@ -22,6 +22,7 @@ from fitkit.seams import (
     Machine,
     ProcessGroup,
     Strategy,
+    World,
     WrappedModel,
     choose_kind,
     enter,
@@ -62,10 +63,7 @@ class XLA(DDP):
         # The package is looked for when it is needed.
         is_named = adapter is None or isinstance(adapter, str)
         self._adapter: Adapter | None = None if is_named else adapter_of(adapter)
-        self._claimed: torch.device | None = None
-
-    def _state_for_ranks(self, strategy: object) -> dict[str, Any]:
-        return {**super()._state_for_ranks(strategy), "_claimed": None}
+        self._claimed: tuple[World, torch.device] | None = None  # each rank claims its own
 
     @property
     def adapter(self) -> Adapter:
@@ -103,9 +101,9 @@ class XLA(DDP):
 
     @property
     def device(self) -> torch.device:
-        if self._claimed is None:
-            self._claimed = self.adapter.device(self.world, len(self.devices))
-        return self._claimed
+        if self._claimed is None or self._claimed[0] != self.world:
+            self._claimed = self.world, self.adapter.device(self.world, len(self.devices))
+        return self._claimed[1]
 
     def init_dist_connection(self, store: Store | None = None) -> tuple[Any, bool]:
         device = self.device

@@ -55,9 +55,8 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
     with (
         surroundings(model, "fit", arguments.source.batch_size),
         state.weights_restored(),  # an epoch of another fit may have called this one
-        contextlib.ExitStack() as ending,
+        strategy.during_training(),
     ):
-        ending.callback(strategy.finish)  # releases the engine, even if no Fit can be made
         outer = state.run  # a callback may have called fit
         run = Fit(model, arguments)
         callbacks = with_built_in(
@@ -139,7 +138,7 @@ class Fit:
         self.optimizers: list[Optimizer] = model._made_optimizers()
         unsaved.note(model)
         warn_of_flags(model)
-        self.strategy.engine = self.strategy.engine_for(model, self.optimizers)
+        self.strategy.begin_engine(model, self.optimizers)
         self.context: StepContext
         self.step: Step
         changes_batches = bool(compilation.given.batch_transforms)  # and so perhaps the targets
@@ -225,16 +224,9 @@ class Fit:
             callbacks.call("on_train_end", logs)
             model.history = self.history  # a callback may have called fit
             state.progress = self.checkpoint_progress()
-            self.end_engine()
-
-    def end_engine(self) -> None:
-        """Have the engine give back the module and the optimizers; not called after a failure."""
-        strategy = self.strategy
-        if strategy.engine is not None:
             # Workers discard their models after a call.
-            is_wanted = self.collectives.rank == 0 or not strategy.reads_on_rank_zero
-            strategy.engine.end(wanted=is_wanted)
-            strategy.engine = None
+            is_wanted = self.collectives.rank == 0 or not self.strategy.reads_on_rank_zero
+            self.strategy.end_engine(wanted=is_wanted)
 
     def built_in_callbacks(self) -> list[Callback]:
         """Return the history, preceded by the device monitor if `compile` asked for one."""
@@ -302,7 +294,7 @@ class Fit:
             with running(model, context):
                 callbacks.call("on_epoch_begin", epoch, {})
             self.logs, self.seen_values = None, {}
-            self._follow_freezing()
+            self.follow_freezing()
         state.train(state.stored_weights if done else None)
         if done:
             # These hooks ran before the interruption. What they log, draw and set now is undone.
@@ -428,7 +420,7 @@ class Fit:
                 wrapped = self.compilation.strategy.wrap_for_evaluation(self.model)
                 step.run_first_checks(batch, wrapped)
 
-    def _follow_freezing(self) -> None:
+    def follow_freezing(self) -> None:
         """Wrap the module again if a callback has frozen or unfrozen parameters."""
         requires_grad = [p.requires_grad for p in self.compilation.trainable(self.model)]
         if requires_grad != self.requires_grad:

@@ -346,6 +346,14 @@ def _counted(data: tuple[Any, ...], samples_of: Callable[[Any], int]) -> Batch:
     return Batch(data, samples, samples)
 
 
+def _counted_by_all(model: Module, data: tuple[Any, ...]) -> Batch:
+    """Return a batch of an update, in which all ranks take part if `fit` runs on several."""
+    batch, ranks = _counted(data, counter_of(model)), model._fitkit.compilation.strategy.data_ranks
+    if ranks.world_size == 1:
+        return batch
+    return dataclasses.replace(batch, total=int(ranks.sums([float(batch.samples)])[0]))
+
+
 def _values_of(kept: KeptStep, batch: Batch) -> dict[str, Any]:
     """Return the values of the one batch that a step has computed."""
     step = kept.step
@@ -388,7 +396,7 @@ def fit_batch(
                         # Compiled updates cost more than they save on one batch.
                         kept.update = updates_for(model, context, step, accumulate=1)
                     state.accumulate = 1
-                    counted = _counted(batch, counter_of(model))
+                    counted = _counted_by_all(model, batch)
                     if (transforms := batch_transforms_of(model, step)) is not None:
                         counted = transforms(counted)
                     context.batch = counted

@@ -20,7 +20,7 @@ from fitkit.data.to_device import Mover, moved_by
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.rows import mean_by
 from fitkit.distributed.sync_batchnorm import Synchronization
-from fitkit.distributed.wrapped_model import DividedModel, WrappedModel
+from fitkit.distributed.wrapped_model import DividedModel, ReplicatedModel, WrappedModel
 from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import has_own_steps, overridden, step_arguments
 from fitkit.losses import checked_count
@@ -194,6 +194,8 @@ def step_for(
     may_count = compilation.loss.may_count(known)
     counts = may_count or has_own_steps(model, stage)
     if stage == "training":
+        if (outer := model._fitkit.fit_state.run) is not None:
+            outer.follow_freezing()  # a callback trains the model, by that run's wrapper
         compiler = compiler_of(model)
         wrapped = strategy.wrap_for_training(
             model,
@@ -403,7 +405,7 @@ class OwnStep:
         """Return what the step returned, as its `_step_end` or the replicas' mean makes it."""
         if self._has_end:
             return self._end(outputs)
-        if self.wrapped.weights is not None and self._has_loss:
+        if self._has_loss and isinstance(self.wrapped, ReplicatedModel):
             return with_mean_loss(outputs, self.wrapped.weights)
         return outputs
 

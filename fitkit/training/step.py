@@ -23,7 +23,7 @@ from fitkit.data.to_device import LABEL_KEYS, Mover, Transfer
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Strategy
 from fitkit.distributed.sync_batchnorm import Synchronization
-from fitkit.distributed.wrapped_model import DividedModel, WrappedModel
+from fitkit.distributed.wrapped_model import DividedModel, ReplicatedModel, WrappedModel
 from fitkit.errors import ConfigurationError
 from fitkit.guests import Guest, guest_of
 from fitkit.hooks import overridden
@@ -129,7 +129,7 @@ class CompiledStep:
             compilation.loss.to(strategy.device)
             self.loss, metrics = compilation.loss.begin(), compilation.metrics.begin()
             self.loss.class_weights = class_weights
-            if (own := self.loss.own) is not None:
+            if (own := self.loss.own) is not None and isinstance(wrapped, ReplicatedModel):
                 wrapped.weigh = lambda output, x: number_of(own.count(output, labels_inside(x)))
         self.logbook: Logbook = Logbook(metrics)
         self.logbook.doubts = model._fitkit.doubts

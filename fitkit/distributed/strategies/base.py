@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, final
 
 import torch
@@ -59,8 +61,8 @@ class Strategy:
             `reads_on_rank_zero` says whether only rank 0 has the user's iterables, and sends
             batches to the others.
         collectives: set by `join` and `leave`: the exchanges between the ranks.
-        engine: set by `fit` to the result of `engine_for`. None outside of a training, and if
-            torch computes gradients and updates.
+        engine: the result of `engine_for`, from `begin_engine` to `end_engine`. None outside of a
+            training, and if torch computes gradients and updates.
 
     Example:
         >>> from fitkit.strategies import DDPStrategy, Strategy
@@ -92,17 +94,18 @@ class Strategy:
         self.launcher: Launcher = InlineLauncher()
         self.reads_on_rank_zero = False
         self.engine: Engine | None = None
+        self._trainings = 0  # that go on, one within another
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is copied, and sent to other ranks. An override leaves out what can't be."""
         return dict(vars(self))
 
     def _state_for_ranks(self, strategy: object) -> dict[str, Any]:
-        """Return what other ranks get: everything but this process's group, launcher and
-        training.
+        """Return what other ranks get: everything but this process's launcher.
+
+        A strategy is sent between calls, when it has neither a group nor a training.
         """
-        fresh = {"collectives": Solo(), "launcher": InlineLauncher(), "engine": None}
-        return {**self.__getstate__(), **fresh}
+        return {**self.__getstate__(), "launcher": InlineLauncher()}
 
     @final
     def for_model(self) -> Strategy:
@@ -231,6 +234,46 @@ class Strategy:
         engine, self.engine = self.engine, None
         if engine is not None:
             engine.abandon()
+
+    @final
+    @contextlib.contextmanager
+    def during_training(self) -> Iterator[None]:
+        """Surround a training. Whatever ends it, the strategy has nothing of it afterwards.
+
+        A callback may train the model meanwhile. That belongs to the outer training: it uses the
+        same engine and wrapper, and leaves both to it.
+        """
+        self._trainings += 1
+        try:
+            yield
+        finally:
+            self._trainings -= 1
+            if not self._trainings:
+                self.finish()
+
+    @final
+    def begin_engine(self, module: torch.nn.Module, optimizers: list[Optimizer]) -> None:
+        """Begin the engine of a training, if the strategy has one.
+
+        Ranks:
+            Collective.
+        """
+        if self._trainings == 1:
+            self.engine = self.engine_for(module, optimizers)
+
+    @final
+    def end_engine(self, *, wanted: bool) -> None:
+        """Have the engine give back the module and the optimizers. Not called after a failure.
+
+        Args:
+            wanted: whether this rank needs what was learned.
+
+        Ranks:
+            Collective.
+        """
+        if self._trainings == 1 and self.engine is not None:
+            self.engine.end(wanted=wanted)
+            self.engine = None
 
     # ------------------------------------------------------------------ what follows from these
 

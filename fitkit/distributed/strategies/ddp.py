@@ -111,9 +111,6 @@ class DDP(Strategy):
         self._wrapper: DDPWrapper | None = None  # of the current training
         self._made_group = False
 
-    def _state_for_ranks(self, strategy: object) -> dict[str, Any]:
-        return {**super()._state_for_ranks(strategy), "_wrapper": None, "_made_group": False}
-
     def connect(self, assignment: Assignment) -> Strategy:
         super().connect(assignment)
         cluster = assignment.cluster

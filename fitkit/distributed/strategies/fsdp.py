@@ -134,9 +134,6 @@ class FSDP(DDP):
         self._unfilled: Unfilled | None = None  # between `place` and a training's end
         self._context: RankGroup | None = None  # between `join` and `leave`
 
-    def _state_for_ranks(self, strategy: object) -> dict[str, Any]:
-        return {**super()._state_for_ranks(strategy), "_unfilled": None, "_context": None}
-
     def check_groups(self, ranks: int) -> None:
         """Refuse rank counts that the given groups can't divide."""
         copy = None if ranks == 1 else self.shard_size  # nothing is sharded on one rank
