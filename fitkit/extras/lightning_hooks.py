@@ -6,10 +6,13 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
+from fitkit import trees
 from fitkit.errors import ConfigurationError
 from fitkit.seams import Module
 
@@ -144,7 +147,13 @@ class Hooks:
         source, found = getattr(self._threads, "moved", (None, None))
         if source is batch and batch is not None:
             return found
-        found = self.call("on_before_batch_transfer", batch, 0) if self.has(TRANSFERS[0]) else batch
+        precision = model._fitkit.compilation.strategy.precision
+        found = batch
+        if self.has(*TRANSFERS) and precision.name in ("64-true", "16-true", "bf16-true"):
+            dtype = precision.input_dtype(model)
+            found = trees.map_leaves(partial(_as_float, dtype=dtype), found)
+        if self.has(TRANSFERS[0]):
+            found = self.call("on_before_batch_transfer", found, 0)
         context = model._fitkit.contexts.current
         assert context is not None
         if self.has(TRANSFERS[1]):
@@ -159,6 +168,11 @@ class Hooks:
         """Let a batch's memory go, and what its step returned."""
         self._threads.moved = None, None
         self._threads.outputs = None
+
+
+def _as_float(leaf: Any, dtype: torch.dtype) -> Any:
+    is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    return leaf.to(dtype) if is_float else leaf
 
 
 @functools.lru_cache(maxsize=1024)

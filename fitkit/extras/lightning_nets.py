@@ -10,7 +10,6 @@ sees as its trainer.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from fitkit.extras.lightning_base import ServedModel, refusal
 from fitkit.extras.lightning_hooks import Hooks
 from fitkit.extras.lightning_services import attach
 from fitkit.extras.lightning_trainer import Trainer
-from fitkit.extras.lightning_updates import HookedScheduler
+from fitkit.extras.lightning_updates import HookedScheduler, Idle
 from fitkit.extras.lightning_watcher import RatesByEpoch, hooks_updates, watcher_for
 from fitkit.seams import NetAlone, loss_in
 
@@ -123,8 +122,14 @@ class LightningModel(ServedModel):
         if given["x"] is None:
             given["x"] = self._loader("fit")
         holds_out = given.get("validation_split") or given.get("validation_data") is not None
-        if not holds_out and self.hooks.has("validation_step"):
+        validates = self.hooks.has("validation_step") or not self.hooks.has("training_step")
+        if not holds_out and validates:
             given["validation_data"] = self._loader("validate")
+        elif holds_out and not validates:
+            raise refusal(
+                f"fit was given validation data, but {self.hooks.kind.__name__} has no "
+                "validation_step. Define it, or leave the data out."
+            )
         given["callbacks"] = self._callbacks("fit", arguments.get("callbacks"))
         self._note(given)
         found = super().fit(**given)
@@ -318,21 +323,6 @@ class LightningModel(ServedModel):
         compiler = self._fitkit.compiler
         if hooks_updates(self) and compiler is not None and not isinstance(compiler, NetAlone):
             self._fitkit.compiler = NetAlone(compiler)
-
-
-class Idle(Optimizer):
-    """Stands for no optimizer: it changes nothing.
-
-    Args:
-        parameters: the model's.
-    """
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.0})
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Only call the closure."""
-        return None if closure is None else closure()
 
 
 def _with_interval(entry: dict[str, Any]) -> dict[str, Any]:
