@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 import fitkit.callbacks
 from fitkit.arguments import describe
 from fitkit.callbacks import CallbackList
+from fitkit.extras.combined import CombinedLoader
 from fitkit.extras.lightning_base import ServedModel, refusal
 from fitkit.extras.lightning_hooks import Hooks
 from fitkit.extras.lightning_services import attach
@@ -217,10 +218,19 @@ class LightningModel(ServedModel):
         if not self.hooks.has(name):
             return None
         found = self.hooks.call(name)
-        if isinstance(found, (list, tuple)) and found:
-            if len(found) == 1:
-                return found[0]
-            return {f"dataloader_idx_{number}": one for number, one in enumerate(found)}
+        if isinstance(found, (list, tuple)) and len(found) == 1:
+            return found[0]
+        several = isinstance(found, (list, tuple, dict))
+        if several and stage == "fit":
+            return CombinedLoader(found, "max_size_cycle")  # as Lightning reads several
+        if several and stage == "validate" and self.trainer.state.fn == "fit":
+            several_sets = found.values() if isinstance(found, dict) else found
+            return {f"dataloader_idx_{number}": one for number, one in enumerate(several_sets)}
+        if several:
+            raise refusal(
+                f"{self.hooks.kind.__name__}.{name} returned several loaders, and this verb reads "
+                "one. Give it one after the other."
+            )
         return found
 
     def _configured_callbacks(self) -> list[Any]:

@@ -296,9 +296,7 @@ class _Counted(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    def backward(
-        context: Any, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         return gradient, context.counts, None
 
 
