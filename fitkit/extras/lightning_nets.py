@@ -9,7 +9,9 @@ sees as its trainer.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 import fitkit.callbacks
+from fitkit import trees
 from fitkit.arguments import describe
 from fitkit.callbacks import CallbackList
 from fitkit.extras.combined import CombinedLoader
@@ -69,20 +72,20 @@ class LightningModel(ServedModel):
         attach(module, self.trainer)
         for stage in STEPS:
             if hooks.has(f"{stage}_step"):
-                own[f"{stage}_step"] = getattr(self, f"_{stage}_step")
+                own[f"{stage}_step"] = Bound(self, f"_{stage}_step")
         for stage in ("validation", "test"):
             if hooks.has(f"on_{stage}_epoch_end"):
-                own[f"{stage}_epoch_end"] = partial(self._epoch_end, stage)
+                own[f"{stage}_epoch_end"] = Bound(self, "_epoch_end", stage)
         if hooks.has("configure_optimizers"):
-            own["configure_optimizers"] = self._configured
+            own["configure_optimizers"] = Bound(self, "_configured")
         if hooks.moves:
-            own["transfer_batch_to_device"] = self._moved
+            own["transfer_batch_to_device"] = Bound(self, "_moved")
 
     # ------------------------------------------------------------------ copies and pickles
 
     def __getstate__(self) -> dict[str, Any]:
-        settings = {n: v for n, v in self.call.items() if isinstance(v, (int, float, str))}
-        state = {**super().__getstate__(), "call": settings, "written": set(self.written)}
+        own = {"call": _settings(self.call), "written": set(self.written)}
+        state = {**super().__getstate__(), **own}
         return {name: value for name, value in state.items() if name not in SET_UP}
 
     def _state_for_ranks(self, strategy: object) -> dict[str, Any]:
@@ -118,10 +121,14 @@ class LightningModel(ServedModel):
     def fit(self, x: Any = None, y: Any = None, **arguments: Any) -> Any:
         """As `Model.fit`. Without data, those of the module's `train_dataloader`."""
         self._check()
-        given = {"x": x, "y": y, **arguments}
-        self._begin("fit", given)
-        if given["x"] is None:
-            given["x"] = self._loader("fit")
+        with self._verb("fit", {"x": x, "y": y, **arguments}) as given:
+            if given["x"] is None:
+                given["x"] = self._loader("fit")
+            self._validate_on(given)
+            return super().fit(**self._noted("fit", given))
+
+    def _validate_on(self, given: dict[str, Any]) -> None:
+        """Give `fit` the module's own data to validate on, if it got none."""
         holds_out = given.get("validation_split") or given.get("validation_data") is not None
         validates = self.hooks.has("validation_step") or not self.hooks.has("training_step")
         if not holds_out and validates:
@@ -131,11 +138,6 @@ class LightningModel(ServedModel):
                 f"fit was given validation data, but {self.hooks.kind.__name__} has no "
                 "validation_step. Define it, or leave the data out."
             )
-        given["callbacks"] = self._callbacks("fit", arguments.get("callbacks"))
-        self._note(given)
-        found = super().fit(**given)
-        self.hooks.ask("teardown", "fit")
-        return found
 
     def evaluate(self, x: Any = None, y: Any = None, **arguments: Any) -> Any:
         """As `Model.evaluate`: by the module's test hooks, or its validation hooks without them.
@@ -143,34 +145,75 @@ class LightningModel(ServedModel):
         Without data, those of its `test_dataloader` or `val_dataloader`.
         """
         stage = "test" if self.hooks.has("test_step") else "validate"
-        given = {"x": x, "y": y, **arguments}
-        self._begin(stage, given)
-        if given["x"] is None:
-            given["x"] = self._loader(stage)
-        given["callbacks"] = self._callbacks(stage, arguments.get("callbacks"))
-        self._note(given)
-        found = super().evaluate(**given)
-        self.hooks.ask("teardown", stage)
-        return found
+        with self._verb(stage, {"x": x, "y": y, **arguments}) as given:
+            if given["x"] is None:
+                given["x"] = self._loader(stage)
+            return super().evaluate(**self._noted(stage, given))
 
     def predict(self, x: Any = None, **arguments: Any) -> Any:
         """As `Model.predict`. Without data, those of the module's `predict_dataloader`."""
-        found = super().predict(**self._to_predict(x, arguments))
-        self.hooks.ask("teardown", "predict")
-        return found
+        with self._verb("predict", {"x": x, **arguments}) as given:
+            if given["x"] is None:
+                given["x"] = self._loader("predict")
+            return super().predict(**self._noted("predict", given))
 
     def predict_batches(self, x: Any = None, **arguments: Any) -> Any:
         """As `Model.predict_batches`. Without data, those of `predict_dataloader`."""
-        return super().predict_batches(**self._to_predict(x, arguments))
+        with self._verb("predict", {"x": x, **arguments}) as given:
+            if given["x"] is None:
+                given["x"] = self._loader("predict")
+            return super().predict_batches(**self._noted("predict", given))
 
-    def _to_predict(self, x: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-        given = {"x": x, **arguments}
-        self._begin("predict", given)
-        if given["x"] is None:
-            given["x"] = self._loader("predict")
-        given["callbacks"] = self._callbacks("predict", arguments.get("callbacks"))
-        self._note(given)
-        return given
+    @contextlib.contextmanager
+    def _verb(self, stage: str, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Surround a verb: by the hooks before its data are needed, and the one after its end.
+
+        Yields:
+            What the verb was given, to be completed.
+        """
+        outer, state = dict(self.call), self.trainer.state
+        before = state.fn, state.stage, state.status
+        hooks, is_nested = self.hooks, self._fitkit.fit_state.run is not None
+        attach(self.net, self.trainer)
+        try:
+            self._note(given)
+            self.trainer.enter(stage, "train" if stage == "fit" else stage)
+            configured = hooks.ask("configure_callbacks")
+            if hooks.has("prepare_data"):
+                self._launcher().on_rank_zero("prepare_data", partial(hooks.call, "prepare_data"))
+            hooks.ask("setup", stage)
+            hooks.ask("configure_model")
+            yield {**given, "callbacks": [configured, given.get("callbacks")]}
+            hooks.ask("teardown", stage)
+        finally:
+            if is_nested:
+                self._note(outer)
+                state.fn, state.stage, state.status = before
+            else:  # the data may go
+                self._note(_settings(self.call))
+                self.trainer.leave()
+
+    def _noted(self, stage: str, given: dict[str, Any]) -> dict[str, Any]:
+        """Return a verb's arguments, complete, and note them for the trainer.
+
+        Raises:
+            ConfigurationError: a callback is Lightning's.
+        """
+        configured, callbacks = given["callbacks"]
+        for one in trees.leaves(configured):
+            refuse_callback(one, "configure_callbacks returned")
+        for one in trees.leaves(callbacks):
+            refuse_callback(one, "callbacks has")
+        self._note({name: value for name, value in given.items() if name != "callbacks"})
+        own: list[Any] = [watcher_for(self, stage)]
+        if stage == "fit":
+            own.append(RatesByEpoch())
+        users = CallbackList([configured, callbacks]).callbacks
+        return {**given, "callbacks": [*own, *users]}
+
+    def _note(self, given: dict[str, Any]) -> None:
+        """Note what the verb was given, for the trainer."""
+        vars(self)["call"] = dict(given)
 
     def _check(self) -> None:
         """Refuse what doesn't go together.
@@ -194,24 +237,6 @@ class LightningModel(ServedModel):
                 f"each call the hooks of {kind}. Write strategy='ddp'."
             )
 
-    def _begin(self, stage: str, given: dict[str, Any]) -> None:
-        """Call the hooks before a verb's data are needed."""
-        hooks = self.hooks
-        attach(self.net, self.trainer)
-        self._note(given)
-        self.trainer.enter(stage, {"fit": "train"}.get(stage, stage))
-        self.call["configured"] = self._configured_callbacks()
-        if hooks.has("prepare_data"):
-            self._launcher().on_rank_zero("prepare_data", partial(hooks.call, "prepare_data"))
-        hooks.ask("setup", stage)
-        hooks.ask("configure_model")
-
-    def _note(self, given: dict[str, Any]) -> None:
-        """Note what the verb was given, for the trainer."""
-        configured = self.call.get("configured", [])
-        self.call.clear()
-        self.call.update(given, configured=configured)
-
     def _loader(self, stage: str) -> Any:
         """Return the module's own data for a stage; None if it has none."""
         name = LOADERS[stage]
@@ -232,28 +257,6 @@ class LightningModel(ServedModel):
                 "one. Give it one after the other."
             )
         return found
-
-    def _configured_callbacks(self) -> list[Any]:
-        found = self.hooks.ask("configure_callbacks")
-        if found is None:
-            return []
-        return list(found) if isinstance(found, (list, tuple)) else [found]
-
-    def _callbacks(self, stage: str, given: Any) -> list[Any]:
-        """Return the callbacks of a verb, with those that call the module's hooks first.
-
-        Raises:
-            ConfigurationError: one is Lightning's.
-        """
-        configured = self.call.get("configured", [])
-        for one in configured:
-            refuse_callback(one, "configure_callbacks returned")
-        for one in given if isinstance(given, (list, tuple)) else [given]:
-            refuse_callback(one, "callbacks has")
-        own: list[Any] = [watcher_for(self, stage)]
-        if stage == "fit":
-            own.append(RatesByEpoch())
-        return [*own, *CallbackList([configured, given]).callbacks]
 
     # ------------------------------------------------------------------ hooks that the core calls
 
@@ -333,6 +336,27 @@ class LightningModel(ServedModel):
         compiler = self._fitkit.compiler
         if hooks_updates(self) and compiler is not None and not isinstance(compiler, NetAlone):
             self._fitkit.compiler = NetAlone(compiler)
+
+
+class Bound:
+    """A method of a model, for the model's own attributes: it doesn't keep the model alive.
+
+    Args:
+        model: the model.
+        name: the method's name.
+        *first: its first arguments.
+    """
+
+    def __init__(self, model: LightningModel, name: str, *first: Any) -> None:
+        self._model, self._name, self._first = weakref.ref(model), name, first
+
+    def __call__(self, *arguments: Any) -> Any:
+        return getattr(self._model(), self._name)(*self._first, *arguments)
+
+
+def _settings(call: dict[str, Any]) -> dict[str, Any]:
+    """Return what a verb was given, without data."""
+    return {name: one for name, one in call.items() if isinstance(one, (int, float, str))}
 
 
 def _with_interval(entry: dict[str, Any]) -> dict[str, Any]:

@@ -404,9 +404,9 @@ class Trainer(Unknown):
 
     @property
     def callbacks(self) -> list[Any]:
-        """The callbacks of the verb: fitkit's."""
+        """The callbacks of the running `fit`: fitkit's."""
         run: Any = self.model_now.run
-        own = run.callbacks if run is not None else self.model_now.call.get("callbacks", [])
+        own = [] if run is None else run.callbacks
         return [one for one in own if not type(one).__module__.startswith(HERE)]
 
     @property

@@ -216,8 +216,7 @@ class HookedUpdate(Update):
     def __init__(self, eager: Update, model: ServedModel) -> None:
         vars(self).update(vars(eager))
         self._model, self._hooks = model, model.hooks
-        self._backward_pending = False
-        self.apply: Any = HookedApplier(eager.apply, self)
+        self.apply: Any = HookedApplier(eager.apply, model)
         if self._hooks.has("backward"):
             if self._strategy.engine is not None:
                 raise refusal(
@@ -246,13 +245,7 @@ class HookedUpdate(Update):
             hooks.ask("optimizer_zero_grad", self._model.current_epoch, index, self.optimizer)
         if loss is not None:
             hooks.ask("on_before_backward", loss)
-            self._backward_pending = True
-
-    def after_backward(self) -> None:
-        """Call the hook after a backward, unless that is done."""
-        if self._backward_pending:
-            self._backward_pending = False
-            self._hooks.ask("on_after_backward")
+            self.apply.is_after_backward = True
 
     def __call__(self, batch: Batch, index: int, **options: Any) -> Any:
         completes = self._batches + 1 == self.accumulate or self._model.is_last_batch
@@ -271,7 +264,7 @@ class HookedUpdate(Update):
         outcome = super().__call__(batch, index, **options)
         if outcome.loss is None and self.accumulate == 1 and self._is_alone:
             self.apply()  # there are no gradients, but it counts
-        self.after_backward()
+        self.apply.after_backward()
         return outcome
 
     def _backward_part(
@@ -304,26 +297,33 @@ class HookedApplier:
 
     Args:
         applier: makes the updates.
-        update: the update that it belongs to.
+        model: the model.
 
     Attributes:
+        is_after_backward: whether the hook after a backward is due.
         waits: whether a hook of the module's decides when the update is made.
         is_ready: whether gradients wait for that.
     """
 
-    def __init__(self, applier: Applier, update: HookedUpdate) -> None:
-        self._applier, self._update = applier, update
-        self._hooks = update._hooks
-        given = update._model._fitkit.compilation.given
+    def __init__(self, applier: Applier, model: ServedModel) -> None:
+        self._applier, self._hooks = applier, model.hooks
+        given = model._fitkit.compilation.given
         self._clips = self._hooks.has("configure_gradient_clipping", "clip_gradients")
         self._clipping = given.gradient_clip_val, given.gradient_clip_algorithm
         if self._clips:
             applier._clip_value = None  # the hook clips
+        self.is_after_backward: bool = False
         self.waits: bool = False
         self.is_ready: bool = False
 
+    def after_backward(self) -> None:
+        """Call the hook after a backward, unless that is done."""
+        if self.is_after_backward:
+            self.is_after_backward = False
+            self._hooks.ask("on_after_backward")
+
     def __call__(self) -> None:
-        self._update.after_backward()
+        self.after_backward()
         if self.waits:
             self.is_ready = True
             return
@@ -355,7 +355,7 @@ class HookedApplier:
 
     def clip(self) -> None:
         """Clip the gradients, in the closure of an optimizer that computes them itself."""
-        self._update.after_backward()
+        self.after_backward()
         self._hook_before_step()
         self._applier.clip()
 

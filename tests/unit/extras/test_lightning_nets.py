@@ -1,7 +1,9 @@
 """LightningModules, trained as Lightning's own Trainer trains them."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -245,6 +247,18 @@ def test_compiled_training_gives_the_same_numbers(kind):
     trained(plain, loader())
     trained(compiled, loader(), jit_compile=True)
     assert_equal_weights(compiled, plain, atol=1e-6)
+
+
+def test_a_model_goes_with_its_last_name():
+    model = trained(modules.Logged(), loader(), validation=loader(8, 4))
+    module, gone = model.net, weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert module.trainer.fitkit_model is None
 
 
 # ---------------------------------------------------------------------- data
