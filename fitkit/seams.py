@@ -14,6 +14,7 @@ registry also knows the names that installed packages add by entry points.
 | a loss, a metric | a function, a torchmetrics class | `LOSSES`, `METRICS` |
 | an optimizer, a schedule | torch's classes | `OPTIMIZERS`, `SCHEDULERS` |
 | a kind of network | `Guest` | `GUESTS` |
+| a kind of module with its own steps | `fitkit.Model` | `MODELS` |
 | a format of weight files | `WeightFormat` | `FORMATS` |
 | a change of whole training batches | `BatchTransform` | `compile(batch_transforms=…)` |
 """
@@ -169,7 +170,7 @@ from fitkit.distributed.wrapped_model import (
     StepRouter,
     WrappedModel,
 )
-from fitkit.guests import GUESTS, Guest, guest_of
+from fitkit.guests import GUESTS, MODELS, Guest, guest_of
 from fitkit.hooks import has_own_steps, overridden
 from fitkit.losses import CompiledLoss, Term, checked_count
 from fitkit.losses.formulas import classes, elements
@@ -192,8 +193,8 @@ from fitkit.optimizers import (
     put_rate,
 )
 from fitkit.pickling import REDUCERS, Together
-from fitkit.schedulers import SCHEDULERS
-from fitkit.training.applier import Applier
+from fitkit.schedulers import SCHEDULERS, PlannedScheduler
+from fitkit.training.applier import Applier, ScaledApplier
 from fitkit.training.batch_transforms import (
     BatchTransform,
     WholeBatch,
@@ -201,7 +202,8 @@ from fitkit.training.batch_transforms import (
     name_of,
     takes_targets,
 )
-from fitkit.training.compiler import Compiler, PassSteps, Take, Updates
+from fitkit.training.compiler import Compiler, NetAlone, PassSteps, Take, Updates
+from fitkit.training.fit import validation_name
 from fitkit.training.own_step import OwnStep, loss_in, said_count
 from fitkit.training.predictions import Elsewhere, reading_on_ranks
 from fitkit.training.settings import parts_of_update
@@ -220,6 +222,7 @@ __all__ = [
     "HOW",
     "LOSSES",
     "METRICS",
+    "MODELS",
     "OPTIMIZERS",
     "PRECISIONS",
     "REDUCERS",
@@ -257,18 +260,21 @@ __all__ = [
     "Module",
     "ModuleInPlace",
     "Named",
+    "NetAlone",
     "NoRows",
     "OpenWeights",
     "OptimizerInPlace",
     "Outcome",
     "OwnStep",
     "PassSteps",
+    "PlannedScheduler",
     "Precision",
     "ProcessGroup",
     "RankGroup",
     "ReadByItself",
     "ReadInOrder",
     "ReplicatedModel",
+    "ScaledApplier",
     "SingleDevice",
     "Source",
     "StepRouter",
@@ -387,6 +393,7 @@ __all__ = [
     "unpacker_of",
     "unreadable",
     "usable_cores",
+    "validation_name",
     "weights_in",
     "whole",
     "writable",
