@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,70 +17,10 @@ from torch.optim import AdamW, Muon, Optimizer
 from fitkit.arguments import check_number, describe
 from fitkit.distributed.spread.in_place import held_by as held_by
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
+from fitkit.parameter_groups import Chooses, named_parameters
+from fitkit.parameter_groups import parameter_groups as parameter_groups
 from fitkit.registry import Registry, imported_on_demand, nearest
 from fitkit.shortcuts import Shortcut
-
-Chooses = Callable[[str, nn.Parameter], bool]
-"""A function of a parameter's name and the parameter that returns a bool."""
-
-
-def parameter_groups(
-    net: nn.Module,
-    *,
-    weight_decay: float | None = None,
-    decays: Chooses | None = None,
-    learning_rate: float | Callable[[str], float | None] | None = None,
-) -> list[dict[str, Any]]:
-    """Make parameter groups for an optimizer: weight decay for matrices only, rates by name.
-
-    Args:
-        net: a net or a `fitkit.Model`.
-        weight_decay: the weight decay of the parameters that decay. Default None: the optimizer's
-            own.
-        decays: a function of a parameter's name and the parameter that returns whether it decays.
-            Default: if it has two or more dimensions. Biases and the scales of normalizations
-            don't.
-        learning_rate: a number, or a function from a parameter's name to its rate (or to None for
-            the optimizer's own). Default None: the optimizer's own.
-
-    Returns:
-        One group for each pair of a rate and a decay, in the order of `net.named_parameters()`.
-
-    Raises:
-        ArgumentTypeError, ConfigurationError: an argument is invalid.
-
-    Example:
-        >>> import torch, fitkit
-        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
-        >>> rate = lambda name: 1e-3 if name.startswith("2.") else 1e-4
-        >>> groups = fitkit.optimizers.parameter_groups(net, weight_decay=0.1, learning_rate=rate)
-        >>> [(group["lr"], group["weight_decay"]) for group in groups]
-        [(0.0001, 0.1), (0.0001, 0.0), (0.001, 0.1), (0.001, 0.0)]
-        >>> model = fitkit.Model(net)
-        >>> model.compile(torch.optim.AdamW(groups), "cross_entropy")
-    """
-    named = _named_parameters(net)
-    check_number("weight_decay", weight_decay, minimum=0, optional=True)
-    if not callable(learning_rate):
-        check_number("learning_rate", learning_rate, minimum=0, optional=True)
-    if decays is not None and not callable(decays):
-        raise ArgumentTypeError(
-            f"decays={describe(decays)} must be a function (name, parameter) -> bool."
-        )
-    groups: dict[tuple[float | None, bool], dict[str, Any]] = {}
-    for name, parameter in named:
-        rate = learning_rate(name) if callable(learning_rate) else learning_rate
-        check_number(f"learning_rate({name!r})", rate, minimum=0, optional=True)
-        does = parameter.ndim >= 2 if decays is None else bool(decays(name, parameter))
-        group = groups.setdefault((rate, does), {"params": []})
-        group["params"].append(parameter)
-        if rate is not None:
-            group["lr"] = float(rate)
-        if not does:
-            group["weight_decay"] = 0.0
-        elif weight_decay is not None:
-            group["weight_decay"] = float(weight_decay)
-    return list(groups.values())
 
 
 def muon(
@@ -124,7 +64,7 @@ def muon(
         >>> model = fitkit.Model(net)
         >>> model.compile(fitkit.optimizers.muon(net, 0.02, adamw={"lr": 3e-4}), "cross_entropy")
     """
-    named = _named_parameters(net)
+    named = named_parameters(net)
     check_number("learning_rate", learning_rate, minimum=0, optional=True)
     if hidden is not None and not callable(hidden):
         raise ArgumentTypeError(
@@ -178,20 +118,6 @@ def hidden_matrices(net: nn.Module) -> set[int]:
         for name, parameter in net.named_parameters()
         if parameter.ndim == 2 and id(parameter) not in apart and "embed" not in name.lower()
     }
-
-
-def _named_parameters(net: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return a net's parameters with the net's own names, even if a Model wraps it.
-
-    Raises:
-        ArgumentTypeError: `net` isn't a module, for example if it is the parameters.
-    """
-    if not isinstance(net, nn.Module):
-        raise ArgumentTypeError(
-            f"net={describe(net)} must be a torch.nn.Module, whose parameters have names."
-        )
-    wrapped: Any = getattr(net, "_weights_module", None)
-    return list((wrapped() if callable(wrapped) else net).named_parameters())
 
 
 OPTIMIZERS: Registry[type[Optimizer]] = Registry(

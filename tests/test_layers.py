@@ -35,6 +35,7 @@ LAYERS = {
     "metrics": 3,
     "losses": 3,
     "optimizers": 3,
+    "parameter_groups": 2,
     "schedulers": 4,
     "checkpoint": 3,
     "progress": 1,
