@@ -87,6 +87,7 @@ FACES = {
     "callbacks/history.py": {"pictures"},
     "distributed/devices.py": {"xla_adapters"},
     "distributed/strategies/fsdp.py": {"parallel"},
+    "parameter_groups.py": {"layer_depths"},
     "model.py": {"export", "pictures", "predictions", "summary"},
     "training/compiler.py": {"jit"},
     "compilation.py": {"free_devices"},
