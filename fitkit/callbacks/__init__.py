@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fitkit.extras.ray_train import RayTrainReport
     from fitkit.extras.resources import DeviceStatsMonitor, ThroughputMonitor, Timer
     from fitkit.extras.run_folder import RunFolder
+    from fitkit.extras.stochastic_depth import StochasticDepth
     from fitkit.extras.watches import (
         DetectLossSpike,
         DetectNonFinite,
@@ -44,6 +45,7 @@ _OF_EXTRAS = {
         "fitkit.extras.profiler": ("Profiler",),
         "fitkit.extras.ray_train": ("RayTrainReport",),
         "fitkit.extras.run_folder": ("RunFolder",),
+        "fitkit.extras.stochastic_depth": ("StochasticDepth",),
         "fitkit.extras.resources": ("DeviceStatsMonitor", "ThroughputMonitor", "Timer"),
         "fitkit.extras.watches": (
             "DetectLossSpike",
@@ -89,6 +91,7 @@ __all__ = [
     "RayTrainReport",
     "ReduceLROnPlateau",
     "RunFolder",
+    "StochasticDepth",
     "StochasticWeightAveraging",
     "SwapEMAWeights",
     "TensorBoard",

@@ -250,6 +250,13 @@ def test_the_hard_loss_may_be_a_function():
     assert_same_weights(model.net, plain, atol=1e-9)
 
 
+def test_labels_may_be_shares_of_classes():
+    shares = normal(48, 3, seed=9).double().softmax(1)
+    plain = trained_by_hand(student(), teacher(), slices(WIDE, shares, 16))
+    model = fitted(compiled(student(), Distillation(teacher(), ALPHA, T)), y=shares)
+    assert_same_weights(model.net, plain, atol=1e-9)
+
+
 class Named(nn.Module):
     def __init__(self, seed):
         super().__init__()
@@ -319,7 +326,7 @@ def test_validation_asks_the_teacher():
         compiled(student(), Distillation(teacher(), ALPHA, T)), validation_data=(WIDE, Y)
     )
     loss = by_hand(model.net(WIDE), Y, teacher().eval()(WIDE))
-    assert model.history.history["val_loss"][-1] == pytest.approx(float(loss), abs=1e-12)
+    assert model.history.history["val_loss"][-1] == pytest.approx(loss.item(), abs=1e-12)
 
 
 @pytest.mark.parametrize(
