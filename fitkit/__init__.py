@@ -18,7 +18,7 @@ from fitkit.registry import imported_on_demand
 from fitkit.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from fitkit import loggers, pictures, tune
+    from fitkit import loggers, pictures, transforms, tune
     from fitkit.extras.free_devices import find_usable_cuda_devices
     from fitkit.extras.planning import plan
     from fitkit.extras.verification.verifying import verify
@@ -30,6 +30,7 @@ else:
             "loggers": "fitkit.loggers",
             "pictures": "fitkit.pictures",
             "plan": "fitkit.extras.planning:plan",
+            "transforms": "fitkit.transforms",
             "tune": "fitkit.tune",
             "verify": "fitkit.extras.verification.verifying:verify",
         },
@@ -56,6 +57,7 @@ __all__ = [
     "precisions",
     "set_seed",
     "strategies",
+    "transforms",
     "tune",
     "verify",
 ]

@@ -25,6 +25,7 @@ from fitkit.schedulers import SchedulerChoice
 from fitkit.typing import (
     UNSET,
     AcceleratorName,
+    BatchTransformsArgument,
     CompilerOptions,
     DevicesArgument,
     LossArgument,
@@ -88,6 +89,7 @@ class CompileArguments:
     memory_format: Literal["channels_last"] | None = None
     steps_per_execution: int = 1
     effective_batch_size: int | None = None
+    batch_transforms: BatchTransformsArgument = None
 
     def __post_init__(self) -> None:
         check_number("learning_rate", self.learning_rate, minimum=0, optional=True)
@@ -112,6 +114,7 @@ class CompileArguments:
         check_choice("memory_format", self.memory_format, (None, *MEMORY_FORMATS))
         check_count("steps_per_execution", self.steps_per_execution)
         check_count("effective_batch_size", self.effective_batch_size, optional=True)
+        self._check_batch_transforms()
 
     def _check_target(self) -> None:
         """Refuse what is neither None nor a name, a list or a dict of names."""
@@ -124,6 +127,18 @@ class CompileArguments:
                 "that holds the targets, or for several outputs a list of names or a dict "
                 "{output: name}."
             )
+
+    def _check_batch_transforms(self) -> None:
+        """Refuse what is neither None nor callables."""
+        given = self.batch_transforms
+        if given is None or (
+            isinstance(given, (list, tuple)) and all(callable(one) for one in given)
+        ):
+            return
+        raise ArgumentTypeError(
+            f"batch_transforms={describe(given)} must be a list of functions (x, y) -> (x, y) or "
+            "x -> x on whole batches, such as [fitkit.transforms.MixUp(0.2)]."
+        )
 
     def _check_jit_compile(self) -> None:
         """Refuse what is neither True, False, nor the keyword arguments of `torch.compile`."""

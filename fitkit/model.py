@@ -56,6 +56,7 @@ from fitkit.typing import (
     UNSET,
     AcceleratorName,
     Arrays,
+    BatchTransformsArgument,
     Data,
     DevicesArgument,
     FilePath,
@@ -224,6 +225,7 @@ class Model(Module):
         memory_format: Literal["channels_last"] | Unset | None = UNSET,
         steps_per_execution: int | Unset = UNSET,
         effective_batch_size: int | Unset | None = UNSET,
+        batch_transforms: BatchTransformsArgument | Unset = UNSET,
         gpus: DevicesArgument | Unset | None = UNSET,
     ) -> None:
         """Configure the model for training. The arguments are checked now; nothing runs yet.
@@ -330,6 +332,10 @@ class Model(Module):
                 Each rank's batch (at most `fit`'s `batch_size`) and the number of accumulated
                 batches follow from it. So the updates are the same on any number of devices. A
                 `DataLoader` keeps its batches. Default None.
+            batch_transforms: a list of functions that change whole training batches on the device,
+                before the step: `(x, y) -> (x, y)`, or `x -> x`. `fitkit.transforms` has MixUp,
+                CutMix and RandomErasing. torchvision's transforms (v2), Kornia's and your own work
+                as they are. Default None. `evaluate` and `predict` never see them.
 
         Raises:
             ConfigurationError, ArgumentTypeError: an argument is invalid. The model keeps its
@@ -376,6 +382,7 @@ class Model(Module):
             memory_format=given_or(memory_format, was.memory_format),
             steps_per_execution=given_or(steps_per_execution, was.steps_per_execution),
             effective_batch_size=given_or(effective_batch_size, was.effective_batch_size),
+            batch_transforms=given_or(batch_transforms, was.batch_transforms),
         )
         anew = Anew(
             optimizer=is_given(optimizer),

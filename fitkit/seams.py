@@ -15,6 +15,7 @@ registry also knows the names that installed packages add by entry points.
 | an optimizer, a schedule | torch's classes | `OPTIMIZERS`, `SCHEDULERS` |
 | a kind of network | `Guest` | `GUESTS` |
 | a format of weight files | `WeightFormat` | `FORMATS` |
+| a change of whole training batches | `BatchTransform` | `compile(batch_transforms=…)` |
 """
 
 from fitkit.callbacks.base import (
@@ -190,6 +191,13 @@ from fitkit.optimizers import (
 from fitkit.pickling import REDUCERS, Together
 from fitkit.schedulers import SCHEDULERS
 from fitkit.training.applier import Applier
+from fitkit.training.batch_transforms import (
+    BatchTransform,
+    WholeBatch,
+    applied,
+    name_of,
+    takes_targets,
+)
 from fitkit.training.compiler import Compiler, PassSteps, Take, Updates
 from fitkit.training.own_step import OwnStep, loss_in, said_count
 from fitkit.training.predictions import Elsewhere, reading_on_ranks
@@ -221,6 +229,7 @@ __all__ = [
     "Assignment",
     "BFloat16Mixed",
     "Batch",
+    "BatchTransform",
     "Callback",
     "Callbacks",
     "Collectives",
@@ -275,8 +284,10 @@ __all__ = [
     "WeightFormat",
     "WeightSource",
     "Weights",
+    "WholeBatch",
     "World",
     "WrappedModel",
+    "applied",
     "as_given",
     "as_json",
     "as_parts",
@@ -330,6 +341,7 @@ __all__ = [
     "marked",
     "matched",
     "members_of",
+    "name_of",
     "named_strategy",
     "needs_closure",
     "norm_of",
@@ -371,6 +383,7 @@ __all__ = [
     "split",
     "state_of",
     "storable",
+    "takes_targets",
     "together",
     "unpack_batch",
     "unpack_gradients",

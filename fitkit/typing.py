@@ -222,6 +222,9 @@ DevicesArgument: TypeAlias = int | str | Sequence[int]
 NamedPrecision: TypeAlias = PrecisionName | Name | Literal[16, 32, 64]
 """A precision by name, or by its bits."""
 
+BatchTransformsArgument: TypeAlias = Sequence[Callable[..., Any]] | None
+"""Functions that change whole training batches: `(x, y) -> (x, y)`, or `x -> x`."""
+
 CompilerOptions: TypeAlias = dict[str, Any]
 """The keyword arguments of `torch.compile`."""
 

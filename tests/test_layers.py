@@ -55,6 +55,7 @@ LAYERS = {
     "loggers": 14,
     "pictures": 14,
     "sklearn": 14,
+    "transforms": 14,
     "tune": 14,
     "__init__": 15,
     "__main__": 16,

@@ -31,6 +31,7 @@ from fitkit.progress import Progress
 from fitkit.random_states import random_state, set_random_state
 from fitkit.schedulers import VALIDATION_NAME
 from fitkit.training import unsaved
+from fitkit.training.batch_transforms import BatchTransforms, batch_transforms_of
 from fitkit.training.compiler import Updates, compiler_of
 from fitkit.training.evaluate import evaluate_source, users_look
 from fitkit.training.log import LazyLogs, reduced, warn_of_empty
@@ -150,15 +151,18 @@ class Fit:
         self.strategy.engine = self.strategy.engine_for(model, self.optimizers)
         self.context: StepContext
         self.step: Step
+        changes_batches = bool(compilation.given.batch_transforms)  # and so perhaps the targets
+        held = (self.source, *self.held_out.values())
         self.context, self.step = step_for(
             model,
             "training",
             class_weights=arguments.weights_by_class,
-            all_targets=[source.target for source in (self.source, *self.held_out.values())],
+            all_targets=None if changes_batches else [source.target for source in held],
             source=self.source,
         )
-        if arguments.weights_by_class is not None:
+        if arguments.weights_by_class is not None and not changes_batches:
             arguments.weights_by_class.expect(self.source.target, self.collectives.rank)
+        self.batch_transforms: BatchTransforms | None = batch_transforms_of(model, self.step)
         self.step.mover.bring_whole(self.source)
         sizes = self._accumulation_by_epoch()
         now = [size for first, size in sizes if first <= arguments.initial_epoch]
@@ -302,7 +306,10 @@ class Fit:
         looks = validates or asks_ranks or users_look(callbacks, "train")
         index, empty = done - 1, 0
         with running(model, context):
-            batches = update.peekable(step.mover.bring_each(self.stream.epoch(done)))
+            batches = step.mover.bring_each(self.stream.epoch(done))
+            if self.batch_transforms is not None:
+                batches = self.batch_transforms.each(batches, done)
+            batches = update.peekable(batches)
             # A callback may have ended an interrupted epoch. It may also begin with a validation,
             # which may end it.
             if done and (self._any_stops() or self._validate_if_due(epoch, callbacks)):

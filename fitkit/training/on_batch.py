@@ -39,6 +39,7 @@ from fitkit.optimizers import members_of
 from fitkit.outputs import EMPTY_MEAN
 from fitkit.samples import Reading, reading, samples_of
 from fitkit.shortcuts import Shortcut
+from fitkit.training.batch_transforms import batch_transforms_of
 from fitkit.training.evaluate import joined, on_host
 from fitkit.training.log import warn_of_empty
 from fitkit.training.own_step import StepContext, predict_step_for, running, step_for
@@ -236,6 +237,7 @@ def _can_be_kept(model: Module, stage: str, step: Any) -> bool:
         and strategy.replicas == 1
         and not strategy.has_engine
         and compilation.given.memory_format is None
+        and not (stage == "training" and compilation.given.batch_transforms)
         and compilation.loss.own is None
         and not (stage == "training" and state.scalings)
         and STEPS_KEPT.is_on
@@ -386,7 +388,10 @@ def fit_batch(
                         # Compiled updates cost more than they save on one batch.
                         kept.update = updates_for(model, context, step, accumulate=1)
                     state.accumulate = 1
-                    counted = context.batch = _counted(batch, counter_of(model))
+                    counted = _counted(batch, counter_of(model))
+                    if (transforms := batch_transforms_of(model, step)) is not None:
+                        counted = transforms(counted)
+                    context.batch = counted
                     kept.update(counted, 0)
                     values = _values_of(kept, counted)
                 finally:

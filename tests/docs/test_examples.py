@@ -186,6 +186,12 @@ def test_the_notebook_runs_and_its_outputs_say_what_the_kept_ones_say(monkeypatc
 
 
 @pytest.mark.slow
+def test_the_image_recipe_helps_and_is_the_loop_by_hand(tmp_path):
+    without, *_, with_it, _, _, _ = percentages(run("image_recipe.py", tmp_path))
+    assert without > 91
+    assert with_it > without
+
+
 def test_the_autoencoder_loses_less_than_pca(tmp_path):
     printed = run("autoencoder.py", tmp_path, "--epochs", "20")
     assert "360 images as 8 numbers" in printed

@@ -113,3 +113,21 @@ def test_the_loop_around_the_steps_doesnt_wait_either(kind):
                 torch.cuda.set_sync_debug_mode("default")
 
     model.fit(*data, **options, epochs=2, verbose=0, callbacks=[Until()])
+
+
+def test_batch_transforms_dont_wait():
+    from fitkit.transforms import CutMix, MixUp, OneOf, RandomErasing
+
+    class Until(Whole):
+        def on_train_batch_end(self, batch, logs):
+            super().on_train_batch_end(batch, logs)
+            if batch == 49:
+                torch.cuda.set_sync_debug_mode("default")
+
+    model = fitkit.Model(nn.Sequential(nn.Flatten(), nn.Linear(192, 5)))
+    model.compile(
+        "adam", "cross_entropy", metrics=["accuracy"], accelerator="gpu", devices=1,
+        batch_transforms=[OneOf(MixUp(0.4), CutMix(1.0)), RandomErasing(0.5)],
+    )  # fmt: skip
+    x, y = torch.rand(1600, 3, 8, 8), torch.randint(0, 5, (1600,))
+    model.fit(x, y, batch_size=32, epochs=2, verbose=0, callbacks=[Until()])

@@ -1,0 +1,357 @@
+"""What changes whole training batches on the device, before their step: `batch_transforms`."""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from fitkit import trees
+from fitkit.arguments import describe
+from fitkit.data.batches import Batch, NoRows, unpack_batch
+from fitkit.distributed.collectives import Collectives, Solo
+from fitkit.errors import ConfigurationError
+from fitkit.hooks import overridden
+from fitkit.modes import modes_restored
+from fitkit.module import Module
+from fitkit.random_states import random_state, set_random_state
+from fitkit.samples import samples_in
+from fitkit.training.own_step import Step
+from fitkit.training.step import CompiledStep, forward_of, labels_inside, unpacker_of
+from fitkit.typing import Tree
+
+TARGET_NAMES = ("y", "target", "targets", "label", "labels")
+"""A second argument of these names is the targets, even if it has a default."""
+
+
+class WholeBatch:
+    """The batch of all ranks, of which a rank has some neighbouring rows.
+
+    Args:
+        numbers: draws random numbers, the same on all ranks.
+        samples: this rank's rows that count.
+        total: the rows of all ranks.
+        ranks: those that see different rows.
+        find_classes: gives the number of classes that the net tells apart, by some labels. None
+            if there is no net.
+        dtype: of targets that labels become.
+        has_weights: whether the rows have sample weights.
+        is_first: whether it is a training's first batch, whose values may be read on any device.
+
+    Example:
+        >>> import numpy, torch, fitkit
+        >>> whole = fitkit.transforms.WholeBatch(numpy.random.default_rng(0), samples=3, total=3)
+        >>> whole.rolled(torch.tensor([1, 2, 3]))
+        tensor([3, 1, 2])
+    """
+
+    def __init__(
+        self,
+        numbers: np.random.Generator,
+        samples: int,
+        total: int,
+        ranks: Collectives | None = None,
+        find_classes: Callable[[torch.Tensor], int] | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        has_weights: bool = False,
+        is_first: bool = True,
+    ) -> None:
+        self.numbers = numbers
+        self.samples = samples
+        self.total = total
+        self.dtype = dtype
+        self.has_weights = has_weights
+        self.is_first = is_first
+        self._ranks: Collectives = Solo() if ranks is None else ranks
+        self._find_classes = find_classes
+        self._by_rank: list[int] | None = None
+
+    def rows(self) -> slice:
+        """Return where this rank's rows are in the whole batch.
+
+        Ranks:
+            Collective, once a batch.
+        """
+        first = sum(self._samples_by_rank()[: self._ranks.rank])
+        return slice(first, first + self.samples)
+
+    def rolled(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return for each row the one before it in the whole batch; for the first, the last.
+
+        Args:
+            rows: this rank's (N, ...).
+
+        Ranks:
+            Collective.
+        """
+        if self._ranks.world_size == 1:
+            return rows.roll(1, 0)
+        counts = self._samples_by_rank()
+        last_rows = self._ranks.join_rows(rows[-1:])
+        # The nearest rank before this one that has rows; behind rank 0 comes the last rank.
+        before = [*range(self._ranks.rank)][::-1] + [*range(len(counts))][::-1]
+        giver = next((rank for rank in before if counts[rank]), self._ranks.rank)
+        return torch.cat([last_rows[giver : giver + 1], rows[:-1]])
+
+    def soft(self, labels: torch.Tensor, classes: int | None = None) -> torch.Tensor:
+        """Return class numbers (N, ...) as probabilities (N, C, ...); floating-point ones as given.
+
+        Args:
+            labels: (N, ...), on the device.
+            classes: C. Default None: as many as the net tells apart. A net with one output for
+                each label, as for a yes or no, needs none: its labels become floats.
+
+        Raises:
+            ConfigurationError: a label isn't a class, as ignored ones. On a GPU only the first
+                batch is read. Later such labels become NaN, and with them the loss.
+        """
+        if labels.is_floating_point():
+            return labels
+        count = classes or self._number_of_classes(labels)
+        if count == 1:
+            return labels.to(self.dtype)
+        if labels.ndim > 1 and labels.shape[1] == 1:
+            labels = labels.squeeze(1)
+        if labels.is_cpu or self.is_first:
+            least, largest = map(int, labels.aminmax())
+            if least < 0 or largest >= count:
+                raise ConfigurationError(
+                    f"Labels to be mixed must be class numbers from 0 to {count - 1}, but they go "
+                    f"from {least} to {largest}. Leave out rows whose labels are ignored."
+                )
+        places = labels.unsqueeze(1).long()
+        shape = (len(labels), count, *labels.shape[1:])
+        ones = torch.zeros(shape, dtype=self.dtype, device=labels.device)
+        if labels.is_cpu:
+            return ones.scatter_(1, places, 1.0)
+        is_class = (places >= 0) & (places < count)
+        ones.scatter_(1, places.clamp(0, count - 1), 1.0)
+        return ones.masked_fill_(~is_class, torch.nan)
+
+    def _number_of_classes(self, labels: torch.Tensor) -> int:
+        if self._find_classes is None:
+            raise ConfigurationError(
+                "The number of classes isn't known outside of a training. Give it: "
+                "fitkit.transforms.MixUp(0.2, classes=10)."
+            )
+        return self._find_classes(labels)
+
+    def _samples_by_rank(self) -> list[int]:
+        if self._by_rank is None:
+            self._by_rank = [int(count) for count in self._ranks.gather(self.samples)]
+        return self._by_rank
+
+
+class BatchTransform:
+    """Changes the inputs and targets of a whole batch, with the same draws on any number of ranks.
+
+    A subclass writes `apply`. An object is also a function `(x, y) -> (x, y)` of tensors, for
+    loops of your own.
+
+    Example:
+        >>> import torch, fitkit
+        >>> class Brighter(fitkit.transforms.BatchTransform):
+        ...     def apply(self, x, y, whole):
+        ...         return x * whole.numbers.uniform(0.8, 1.2), y
+        >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+        >>> model.compile("adam", "mse", batch_transforms=[Brighter()])
+    """
+
+    @abstractmethod
+    def apply(self, x: Tree, y: Tree, whole: WholeBatch) -> tuple[Tree, Tree]:
+        """Return a rank's inputs and targets, changed.
+
+        Args:
+            x, y: this rank's rows, on the device. They may be the user's memory: don't change them
+                in place.
+            whole: what the ranks have in common.
+        """
+
+    def __call__(self, x: Tree, y: Tree) -> tuple[Tree, Tree]:
+        """Change one process's batch, with draws from torch's generator."""
+        seed = int(torch.randint(2**62, ()))
+        rows = samples_in(x, y)
+        return self.apply(x, y, WholeBatch(np.random.default_rng(seed), rows, rows))
+
+
+def applied(
+    transform: Callable[..., Any], x: Tree, y: Tree, whole: WholeBatch
+) -> tuple[Tree, Tree]:
+    """Return a batch's inputs and targets as a transform changes them."""
+    if isinstance(transform, BatchTransform):
+        return transform.apply(x, y, whole)
+    if not takes_targets(transform):
+        return transform(x), y
+    found = transform(x, y)
+    if not isinstance(found, (tuple, list)) or len(found) != 2:
+        raise ConfigurationError(
+            f"The batch transform {name_of(transform)} was called with (x, y) and returned "
+            f"{describe(found)}. It must return (x, y)."
+        )
+    return found[0], found[1]
+
+
+def name_of(transform: object) -> str:
+    """Return a transform's name for messages."""
+    return str(getattr(transform, "__name__", type(transform).__name__))
+
+
+def takes_targets(transform: Callable[..., Any]) -> bool:
+    """Whether a transform is called with (x, y); otherwise with x alone, as Kornia's modules.
+
+    Raises:
+        ConfigurationError: it can't be called with one or two tensors.
+    """
+    called = transform.forward if isinstance(transform, torch.nn.Module) else transform
+    try:
+        given = [*inspect.signature(called).parameters.values()]
+    except (TypeError, ValueError):  # a function in C
+        return False
+    places = [p for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = [p for p in places if p.default is p.empty]
+    spreads = any(p.kind is p.VAR_POSITIONAL for p in given)
+    is_named = len(places) > 1 and places[1].name in TARGET_NAMES
+    named_only = [p.name for p in given if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if len(needed) > 2 or named_only or not (places or spreads):
+        raise ConfigurationError(
+            f"The batch transform {name_of(transform)} takes "
+            f"({', '.join(p.name for p in given)}). Write a function of (x, y) that returns (x, y)."
+        )
+    return len(needed) == 2 or is_named or (spreads and not places)
+
+
+class BatchTransforms:
+    """Applies the transforms of `compile` to a training's batches.
+
+    Each batch has draws of its own, by the seed of torch's generator on rank 0, the number of
+    updates so far and the batch's place in its epoch. So a training that was cut draws the same.
+
+    Args:
+        model: with its compiled settings.
+        step: of the training.
+    """
+
+    def __init__(self, model: Module, step: Step) -> None:
+        compilation = model._fitkit.compilation
+        self._model, self._step = model, step
+        self._compiled: CompiledStep = (
+            step if isinstance(step, CompiledStep) else step.context.compiled
+        )
+        self._transforms = compilation.given.batch_transforms or ()
+        self._ranks: Collectives = compilation.strategy.data_ranks
+        if overridden(model, "transfer_batch_to_device"):
+            raise ConfigurationError(
+                "compile has batch_transforms, but transfer_batch_to_device brings the batches to "
+                "the device within the step. Call the transforms there, or leave the hook out."
+            )
+        plain = [t for t in self._transforms if not isinstance(t, BatchTransform)]
+        if plain and compilation.strategy.ranks_per_batch > 1:
+            raise ConfigurationError(
+                f"Several ranks compute each batch together, but {name_of(plain[0])} draws on each "
+                "rank by itself. Write a fitkit.transforms.BatchTransform, which draws alike."
+            )
+        self._unpack = unpacker_of(model)
+        self._seed: int | None = None  # a resumed training's is restored when its epoch begins
+        self._outputs: torch.Size | None = None  # their shape for the first batch
+        self._is_first = True
+
+    def each(self, batches: Iterator[Any], first: int = 0) -> Iterator[Any]:
+        """Return a pass's batches, each changed when it is asked for.
+
+        Args:
+            first: the first one's number in its epoch.
+        """
+        for index, batch in enumerate(batches, first):
+            yield batch if batch is NoRows else self(batch, index)
+
+    def __call__(self, batch: Batch, index: int = 0) -> Batch:
+        """Return a batch on the device, changed.
+
+        Ranks:
+            Collective.
+        """
+        if self._seed is None:
+            self._seed = int(self._ranks.broadcast(torch.initial_seed()))
+        x, y, put_back = self._taken_apart(self._step.mover.move(batch.data))
+        updates, epoch = self._model._fitkit.fit_state.updates, self._model.current_epoch
+        whole = WholeBatch(
+            np.random.default_rng([abs(part) for part in (self._seed, updates, epoch, index)]),
+            batch.samples,
+            batch.total,
+            self._ranks,
+            partial(self._found_classes, x),
+            dtype=self._step.mover.transfer.wide_dtype,
+            has_weights=self._has_weights,
+            is_first=self._is_first,
+        )
+        for transform in self._transforms:
+            x, y = applied(transform, x, y, whole)
+        changed = put_back(x, y)
+        if self._is_first:
+            self._is_first = False
+            self._check(batch.data, changed)
+        return Batch(changed, batch.samples, batch.total)
+
+    def _taken_apart(self, data: Tree) -> tuple[Tree, Tree, Callable[[Tree, Tree], Any]]:
+        """Return a batch's inputs and targets, and what makes a batch of changed ones."""
+        is_tuple = isinstance(data, (tuple, list))
+        steps_alone = self._compiled is not self._step
+        x, y, weight = unpack_batch(data) if steps_alone else self._unpack(data)
+        self._has_weights = weight is not None
+        loss = self._compiled.loss
+        if y is None and not steps_alone and loss is not None and loss.own is None:
+            y = labels_inside(x)
+        if y is None:
+            return x, None, lambda x, y: (x,) if is_tuple else x
+        return x, y, lambda x, y: (x, y) if weight is None else (x, y, weight)
+
+    def _found_classes(self, x: Tree, labels: torch.Tensor) -> int:
+        """Return how many classes the net has for labels, by a look at its outputs for a batch.
+
+        Ranks:
+            Collective, once in a training.
+        """
+        if self._outputs is None:
+            model, strategy = self._model, self._model._fitkit.compilation.strategy
+            drawn = random_state()
+            with modes_restored(model), torch.no_grad():
+                model.eval()
+                forward = forward_of(strategy.wrap_for_evaluation(model))
+                outputs = self._compiled.caller(self._compiled.in_precision(forward), x)
+            set_random_state(drawn)
+            self._outputs = outputs.shape if isinstance(outputs, torch.Tensor) else torch.Size()
+        shape, rest = self._outputs, labels.shape[1:]
+        if shape[1:] == rest or (shape[1:] in ((), (1,)) and rest in ((), (1,))):
+            return 1
+        if len(shape) > 1 and (shape[2:] == rest or (len(shape) == 2 and rest == (1,))):
+            return shape[1]
+        raise ConfigurationError(
+            f"Labels of shape {tuple(labels.shape)} become probabilities of classes, but the net's "
+            f"outputs of shape {tuple(shape)} don't say how many there are. Give "
+            "fitkit.transforms.MixUp(0.2, classes=10), or targets that are floats."
+        )
+
+    def _check(self, before: Tree, after: Tree) -> None:
+        """Refuse transforms that leave out or add rows."""
+        if isinstance(before, Mapping) and not isinstance(after, Mapping):
+            return
+        rows, now = ([len(t) for t in trees.tensors(tree) if t.ndim] for tree in (before, after))
+        if rows and now and rows[0] != now[0]:
+            names = ", ".join(map(name_of, self._transforms))
+            raise ConfigurationError(
+                f"The batch transforms ({names}) made {now[0]} rows of {rows[0]}. They must keep "
+                "each row in its place."
+            )
+
+
+def batch_transforms_of(model: Module, step: Step) -> BatchTransforms | None:
+    """Return what changes a model's training batches; None if `compile` was given nothing."""
+    if not model._fitkit.compilation.given.batch_transforms:
+        return None
+    return BatchTransforms(model, step)
