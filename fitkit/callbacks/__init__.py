@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fitkit.extras.finetuning import BackboneFinetuning, GradualUnfreezing
     from fitkit.extras.loggers.tensorboard import TensorBoard
     from fitkit.extras.profiler import Profiler
+    from fitkit.extras.progressive import Progressive
     from fitkit.extras.ray_train import RayTrainReport
     from fitkit.extras.resources import DeviceStatsMonitor, ThroughputMonitor, Timer
     from fitkit.extras.run_folder import RunFolder
@@ -43,6 +44,7 @@ _OF_EXTRAS = {
         "fitkit.extras.finetuning": ("BackboneFinetuning", "GradualUnfreezing"),
         "fitkit.extras.loggers.tensorboard": ("TensorBoard",),
         "fitkit.extras.profiler": ("Profiler",),
+        "fitkit.extras.progressive": ("Progressive",),
         "fitkit.extras.ray_train": ("RayTrainReport",),
         "fitkit.extras.run_folder": ("RunFolder",),
         "fitkit.extras.stochastic_depth": ("StochasticDepth",),
@@ -88,6 +90,7 @@ __all__ = [
     "Profiler",
     "ProgbarLogger",
     "ProgressBar",
+    "Progressive",
     "RayTrainReport",
     "ReduceLROnPlateau",
     "RunFolder",

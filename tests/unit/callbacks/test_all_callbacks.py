@@ -30,6 +30,7 @@ NEEDED = {
     "MetricCallback": {"metrics": ["mae"], "x": X, "y": Y},
     "ModelCheckpoint": {"filepath": "model.h5"},
     "OptunaPruning": {"trial": SimpleNamespace(report=lambda *_: None, should_prune=lambda: False)},
+    "Progressive": {"size": {9: 8}},
     "StochasticWeightAveraging": {"swa_lrs": 0.05},
 }
 """Arguments without a default, and those that suit the net here."""
