@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fitkit import callbacks, data, optimizers, precisions, strategies
+from fitkit import callbacks, data, losses, optimizers, precisions, strategies
 from fitkit.activation_checkpointing import checkpoint_activations
 from fitkit.callbacks import History
 from fitkit.errors import (
@@ -50,6 +50,7 @@ __all__ = [
     "find_usable_cuda_devices",
     "load_model",
     "loggers",
+    "losses",
     "optimizers",
     "pictures",
     "plan",

@@ -20,7 +20,7 @@ from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.losses import CompiledLoss
 from fitkit.metrics import CompiledMetrics
 from fitkit.modes import parameters_of
-from fitkit.optimizers import OptimizerChoice, instances_in
+from fitkit.optimizers import OptimizerChoice, check_layer_decay, instances_in
 from fitkit.schedulers import SchedulerChoice
 from fitkit.typing import (
     UNSET,
@@ -63,6 +63,7 @@ class CompileArguments:
     loss: LossArgument = None
     metrics: MetricsArgument = None
     learning_rate: float | None = None
+    layer_decay: float | None = None
     loss_weights: LossWeights = None
     weighted_metrics: MetricsArgument = None
     target: str | list[str] | dict[str, str] | None = None
@@ -92,6 +93,7 @@ class CompileArguments:
 
     def __post_init__(self) -> None:
         check_number("learning_rate", self.learning_rate, minimum=0, optional=True)
+        check_layer_decay(self.layer_decay)
         self._check_target()
         if self.num_nodes is not UNSET:
             check_count("num_nodes", self.num_nodes)
@@ -158,7 +160,9 @@ class CompileArguments:
     def chosen_optimizer(self) -> OptimizerChoice:
         """Return what `optimizer` and `learning_rate` mean together."""
         optimizer = "adam" if self.optimizer is None else self.optimizer
-        return OptimizerChoice(optimizer, None if instances_in(optimizer) else self.learning_rate)
+        if instances_in(optimizer):
+            return OptimizerChoice(optimizer)
+        return OptimizerChoice(optimizer, self.learning_rate, self.layer_decay)
 
     def chosen_strategy(self, devices: DevicesArgument | Unset = UNSET) -> Strategy:
         """Return what the arguments about hardware mean in this process.
@@ -368,6 +372,12 @@ def _check_combinations(given: CompileArguments, anew: Anew) -> None:
             f"learning_rate={given.learning_rate} can't change an optimizer instance, which "
             "has its own rate. Set the rate where you create it (or in its param_groups), or give "
             "the optimizer's name or class."
+        )
+    if instances_in(optimizer) and given.layer_decay is not None:
+        raise ConfigurationError(
+            f"layer_decay={given.layer_decay} can't change an optimizer instance, which has its "
+            "own groups. Give the optimizer's name or class, or make the groups by "
+            "fitkit.optimizers.parameter_groups(net, learning_rate=…, layer_decay=…)."
         )
     if given.effective_batch_size is not None and given.accumulate_grad_batches != 1:
         raise ConfigurationError(

@@ -27,7 +27,7 @@ from fitkit.optimizers import (
     fuse,
     held_by,
     is_schedule_free,
-    put_rate,
+    put_rates,
 )
 from fitkit.progress import Progress
 from fitkit.schedulers import PlannedScheduler, check_step, check_watched, own_interval
@@ -325,6 +325,7 @@ class FitState:
         given = compilation.given
         for name, value in (
             ("learning_rate", given.learning_rate),
+            ("layer_decay", given.layer_decay),
             ("lr_scheduler", given.lr_scheduler),
         ):
             if value is not None:
@@ -469,8 +470,7 @@ class FitState:
     def set_rate(self, rate: float) -> None:
         """Change the rates and keep the optimizers' state. Schedulers start again from there."""
         self.rate_factor = 1.0
-        for group in self.groups:
-            put_rate(group, rate)
+        put_rates(self.groups, rate)
         self.drop_schedulers()
 
     def drop_optimizers(self) -> None:

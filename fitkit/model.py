@@ -207,6 +207,7 @@ class Model(Module):
         metrics: MetricsArgument | Unset = UNSET,
         *,
         learning_rate: float | Unset | None = UNSET,
+        layer_decay: float | Unset | None = UNSET,
         loss_weights: LossWeights | Unset = UNSET,
         weighted_metrics: MetricsArgument | Unset = UNSET,
         target: str | list[str] | dict[str, str] | Unset | None = UNSET,
@@ -260,6 +261,11 @@ class Model(Module):
                 Default: none.
             learning_rate: the rate of an optimizer given by name, class, partial or factory.
                 Default: the optimizer's own. Given alone, it changes the rate and keeps the state.
+            layer_decay: the factor of the learning rate from each layer to the one before it, such
+                as 0.75. The last layer has `learning_rate`. Blocks such as a transformer's are
+                layers; a net of timm says by `group_matcher` what are. As in timm, biases and the
+                scales of norms don't decay then. Default None: one rate. A change drops the
+                optimizer's state.
             loss_weights: one weight per output, nested as `loss` is. The total loss is the
                 weighted sum.
             weighted_metrics: metrics that weigh each sample by its sample weight (weighted mean).
@@ -356,6 +362,7 @@ class Model(Module):
             loss=given_or(as_ours("loss", loss), was.loss),
             metrics=given_or(as_ours("metrics", metrics), was.metrics),
             learning_rate=given_or(learning_rate, was.learning_rate),
+            layer_decay=given_or(layer_decay, was.layer_decay),
             loss_weights=given_or(loss_weights, was.loss_weights),
             weighted_metrics=given_or(
                 as_ours("weighted_metrics", weighted_metrics), was.weighted_metrics
@@ -403,7 +410,7 @@ class Model(Module):
         record.compilation = compilation
         if (guest := guest_of(self)) is not None:
             guest.check(self)
-        if anew.optimizer:
+        if anew.optimizer or given.layer_decay != was.layer_decay:
             record.fit_state.drop_optimizers()
         if anew.scheduler:
             record.fit_state.drop_schedulers()

@@ -17,70 +17,16 @@ from torch.optim import AdamW, Muon, Optimizer
 from fitkit.arguments import check_number, describe
 from fitkit.distributed.spread.in_place import held_by as held_by
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
+from fitkit.parameter_groups import (
+    Chooses,
+    in_layers,
+    layer_scales_of,
+    named_parameters,
+)
+from fitkit.parameter_groups import check_layer_decay as check_layer_decay
+from fitkit.parameter_groups import parameter_groups as parameter_groups
 from fitkit.registry import Registry, imported_on_demand, nearest
 from fitkit.shortcuts import Shortcut
-
-Chooses = Callable[[str, nn.Parameter], bool]
-"""A function of a parameter's name and the parameter that returns a bool."""
-
-
-def parameter_groups(
-    net: nn.Module,
-    *,
-    weight_decay: float | None = None,
-    decays: Chooses | None = None,
-    learning_rate: float | Callable[[str], float | None] | None = None,
-) -> list[dict[str, Any]]:
-    """Make parameter groups for an optimizer: weight decay for matrices only, rates by name.
-
-    Args:
-        net: a net or a `fitkit.Model`.
-        weight_decay: the weight decay of the parameters that decay. Default None: the optimizer's
-            own.
-        decays: a function of a parameter's name and the parameter that returns whether it decays.
-            Default: if it has two or more dimensions. Biases and the scales of normalizations
-            don't.
-        learning_rate: a number, or a function from a parameter's name to its rate (or to None for
-            the optimizer's own). Default None: the optimizer's own.
-
-    Returns:
-        One group for each pair of a rate and a decay, in the order of `net.named_parameters()`.
-
-    Raises:
-        ArgumentTypeError, ConfigurationError: an argument is invalid.
-
-    Example:
-        >>> import torch, fitkit
-        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
-        >>> rate = lambda name: 1e-3 if name.startswith("2.") else 1e-4
-        >>> groups = fitkit.optimizers.parameter_groups(net, weight_decay=0.1, learning_rate=rate)
-        >>> [(group["lr"], group["weight_decay"]) for group in groups]
-        [(0.0001, 0.1), (0.0001, 0.0), (0.001, 0.1), (0.001, 0.0)]
-        >>> model = fitkit.Model(net)
-        >>> model.compile(torch.optim.AdamW(groups), "cross_entropy")
-    """
-    named = _named_parameters(net)
-    check_number("weight_decay", weight_decay, minimum=0, optional=True)
-    if not callable(learning_rate):
-        check_number("learning_rate", learning_rate, minimum=0, optional=True)
-    if decays is not None and not callable(decays):
-        raise ArgumentTypeError(
-            f"decays={describe(decays)} must be a function (name, parameter) -> bool."
-        )
-    groups: dict[tuple[float | None, bool], dict[str, Any]] = {}
-    for name, parameter in named:
-        rate = learning_rate(name) if callable(learning_rate) else learning_rate
-        check_number(f"learning_rate({name!r})", rate, minimum=0, optional=True)
-        does = parameter.ndim >= 2 if decays is None else bool(decays(name, parameter))
-        group = groups.setdefault((rate, does), {"params": []})
-        group["params"].append(parameter)
-        if rate is not None:
-            group["lr"] = float(rate)
-        if not does:
-            group["weight_decay"] = 0.0
-        elif weight_decay is not None:
-            group["weight_decay"] = float(weight_decay)
-    return list(groups.values())
 
 
 def muon(
@@ -124,7 +70,7 @@ def muon(
         >>> model = fitkit.Model(net)
         >>> model.compile(fitkit.optimizers.muon(net, 0.02, adamw={"lr": 3e-4}), "cross_entropy")
     """
-    named = _named_parameters(net)
+    named = named_parameters(net)
     check_number("learning_rate", learning_rate, minimum=0, optional=True)
     if hidden is not None and not callable(hidden):
         raise ArgumentTypeError(
@@ -146,8 +92,17 @@ def muon_beside_adamw(
     learning_rate: float | None,
     adamw: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
+    arranged: Callable[[list[nn.Parameter]], Any] = list,
 ) -> list[Optimizer]:
-    """Make Muon over the parameters with these ids, and AdamW over the others."""
+    """Make Muon over the parameters with these ids, and AdamW over the others.
+
+    Args:
+        parameters: those of both.
+        hidden: the ids of Muon's.
+        learning_rate: the rate of both; None for their own.
+        adamw, options: AdamW's and Muon's arguments.
+        arranged: makes groups of parameters.
+    """
     held = list(parameters)
     rate = {} if learning_rate is None else {"lr": float(learning_rate)}
     matrices = [p for p in held if id(p) in hidden]
@@ -156,7 +111,7 @@ def muon_beside_adamw(
     kinds: list[Any] = [Muon, AdamW]
     for kind, own, given in zip(kinds, (matrices, others), (options, adamw), strict=True):
         try:
-            made += [kind(own, **{**rate, **(given or {})})] if own else []
+            made += [kind(arranged(own), **{**rate, **(given or {})})] if own else []
         except (TypeError, ValueError) as error:
             raise ConfigurationError(f"{kind.__name__} refuses its arguments: {error}") from error
     return made
@@ -178,20 +133,6 @@ def hidden_matrices(net: nn.Module) -> set[int]:
         for name, parameter in net.named_parameters()
         if parameter.ndim == 2 and id(parameter) not in apart and "embed" not in name.lower()
     }
-
-
-def _named_parameters(net: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return a net's parameters with the net's own names, even if a Model wraps it.
-
-    Raises:
-        ArgumentTypeError: `net` isn't a module, for example if it is the parameters.
-    """
-    if not isinstance(net, nn.Module):
-        raise ArgumentTypeError(
-            f"net={describe(net)} must be a torch.nn.Module, whose parameters have names."
-        )
-    wrapped: Any = getattr(net, "_weights_module", None)
-    return list((wrapped() if callable(wrapped) else net).named_parameters())
 
 
 OPTIMIZERS: Registry[type[Optimizer]] = Registry(
@@ -223,10 +164,12 @@ class OptimizerChoice:
         given: the name, class, partial, factory, instance or list of instances, as given. Or a dict
             of a name and settings for its class.
         learning_rate: the rate, for all but instances. None for the optimizer's own.
+        layer_decay: the factor of rates from each layer to the one before it. None for one rate.
     """
 
     given: Any = "adam"
     learning_rate: float | None = None
+    layer_decay: float | None = None
 
     def __post_init__(self) -> None:
         given = self.given
@@ -305,11 +248,17 @@ class OptimizerChoice:
             maker, options = OPTIMIZERS[self.given["name"]], _settings_in(self.given)
         if self.learning_rate is not None:
             options["lr"] = self.learning_rate
+        arranged: Callable[[list[nn.Parameter]], Any] = list
+        if self.layer_decay is not None:
+            arranged = functools.partial(
+                in_layers, scales=layer_scales_of(module, self.layer_decay)
+            )
         if self.is_name and maker is torch.optim.Muon:
             rate = options.pop("lr", None)
-            return muon_beside_adamw(held, hidden_matrices(module), rate, options=options)
+            hidden = hidden_matrices(module)
+            return _by_layer(muon_beside_adamw(held, hidden, rate, None, options, arranged))
         try:
-            optimizer = maker(held, **options)
+            optimizer = maker(arranged(held), **options)
         except Exception as error:
             hint = '. Write "muon", which trains all other parameters with AdamW.'
             raise ConfigurationError(
@@ -322,7 +271,16 @@ class OptimizerChoice:
                 "torch.optim.Optimizer."
             )
         OptimizerChoice(optimizer).check_parameters(held)  # a factory may have kept one
-        return [optimizer]
+        return _by_layer([optimizer])
+
+
+def _by_layer(optimizers: list[Optimizer]) -> list[Optimizer]:
+    """Multiply new optimizers' rates by the factors of their layers."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if "lr_scale" in group:
+                group["lr"] = group["lr"] * group["lr_scale"]
+    return optimizers
 
 
 def instances_in(given: Any) -> list[Optimizer]:
@@ -554,6 +512,12 @@ def put_rate(group: dict[str, Any], rate: float) -> None:
         group["lr"] = float(rate)
 
 
+def put_rates(groups: Iterable[dict[str, Any]], rate: float) -> None:
+    """Set all groups' rates. Layers' rates keep their ratio to the last layer's."""
+    for group in groups:
+        put_rate(group, rate * group.get("lr_scale", 1.0))
+
+
 def first_rate(group: dict[str, Any]) -> float:
     """Return a group's rate before a scheduler moved it. OneCycleLR notes it by another name."""
     return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
@@ -592,8 +556,7 @@ def _rated(kind: type[Optimizer], names: tuple[str, ...]) -> type[Optimizer]:
                 "model.compile(lr_scheduler=…)."
             )
         check_number("learning_rate", rate, minimum=0)
-        for group in self.param_groups:
-            put_rate(group, rate)
+        put_rates(self.param_groups, rate)
 
     def reduce(self: Optimizer, protocol: Any) -> Any:
         made = super(rated, self).__reduce_ex__(protocol)
@@ -602,7 +565,7 @@ def _rated(kind: type[Optimizer], names: tuple[str, ...]) -> type[Optimizer]:
         arguments = tuple(kind if entry is rated else entry for entry in made[1])
         return (kind if made[0] is rated else made[0], arguments, *made[2:])
 
-    doc = "The first group's learning rate. Setting it sets the rate of all groups."
+    doc = "The first group's learning rate. Setting it sets all groups', layers' in their ratio."
     own: dict[str, Any] = {name: property(rate_of, set_rate, doc=doc) for name in names}
     own |= {
         "__module__": kind.__module__,

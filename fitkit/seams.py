@@ -172,8 +172,10 @@ from fitkit.distributed.wrapped_model import (
 )
 from fitkit.guests import GUESTS, MODELS, Guest, guest_of
 from fitkit.hooks import has_own_steps, overridden
-from fitkit.losses import CompiledLoss, Term, checked_count
-from fitkit.losses.formulas import classes, elements
+from fitkit.losses import Ask, CompiledLoss, Count, Loss, Term, checked_count, resolve
+from fitkit.losses.formulas import classes, elements, full, weighted_mean
+from fitkit.losses.labels import Labels
+from fitkit.losses.loss import is_labels
 from fitkit.losses.names import LOSSES, Definition
 from fitkit.metrics import CompiledMetrics
 from fitkit.metrics.conversions import as_given, matched
@@ -231,6 +233,7 @@ __all__ = [
     "SUFFIXES",
     "AnyRankFlag",
     "Applier",
+    "Ask",
     "Assignment",
     "BFloat16Mixed",
     "Batch",
@@ -242,6 +245,7 @@ __all__ = [
     "CompiledMetrics",
     "CompiledStep",
     "Compiler",
+    "Count",
     "DDPSharded",
     "DDPWrapper",
     "Definition",
@@ -252,8 +256,10 @@ __all__ = [
     "Guest",
     "HeldInterrupts",
     "JSONLinesFile",
+    "Labels",
     "LoaderSource",
     "Logs",
+    "Loss",
     "Machine",
     "Mean",
     "MixedPrecision",
@@ -325,6 +331,7 @@ __all__ = [
     "format_of",
     "from_all_ranks",
     "from_rank_zero",
+    "full",
     "gather",
     "groups_of",
     "guest_of",
@@ -332,6 +339,7 @@ __all__ = [
     "held_by",
     "hook_of",
     "is_folder_name",
+    "is_labels",
     "is_multiple_in",
     "is_plain_wrapper",
     "is_script_rank",
@@ -371,6 +379,7 @@ __all__ = [
     "refuse_scheduler",
     "replace_text",
     "replacing",
+    "resolve",
     "resolve_strategy",
     "restore_dtypes",
     "restore_layer",
@@ -394,6 +403,7 @@ __all__ = [
     "unreadable",
     "usable_cores",
     "validation_name",
+    "weighted_mean",
     "weights_in",
     "whole",
     "writable",

@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from fitkit.extras.finetuning import BackboneFinetuning, GradualUnfreezing
     from fitkit.extras.loggers.tensorboard import TensorBoard
     from fitkit.extras.profiler import Profiler
+    from fitkit.extras.progressive import Progressive
     from fitkit.extras.ray_train import RayTrainReport
     from fitkit.extras.resources import DeviceStatsMonitor, ThroughputMonitor, Timer
     from fitkit.extras.run_folder import RunFolder
+    from fitkit.extras.stochastic_depth import StochasticDepth
     from fitkit.extras.watches import (
         DetectLossSpike,
         DetectNonFinite,
@@ -42,8 +44,10 @@ _OF_EXTRAS = {
         "fitkit.extras.finetuning": ("BackboneFinetuning", "GradualUnfreezing"),
         "fitkit.extras.loggers.tensorboard": ("TensorBoard",),
         "fitkit.extras.profiler": ("Profiler",),
+        "fitkit.extras.progressive": ("Progressive",),
         "fitkit.extras.ray_train": ("RayTrainReport",),
         "fitkit.extras.run_folder": ("RunFolder",),
+        "fitkit.extras.stochastic_depth": ("StochasticDepth",),
         "fitkit.extras.resources": ("DeviceStatsMonitor", "ThroughputMonitor", "Timer"),
         "fitkit.extras.watches": (
             "DetectLossSpike",
@@ -86,9 +90,11 @@ __all__ = [
     "Profiler",
     "ProgbarLogger",
     "ProgressBar",
+    "Progressive",
     "RayTrainReport",
     "ReduceLROnPlateau",
     "RunFolder",
+    "StochasticDepth",
     "StochasticWeightAveraging",
     "SwapEMAWeights",
     "TensorBoard",

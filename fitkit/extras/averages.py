@@ -135,8 +135,14 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _move_average(
-    decay: float, averages: list[torch.Tensor], values: list[torch.Tensor], count: int
+    decay: float,
+    warms_up: bool,
+    averages: list[torch.Tensor],
+    values: list[torch.Tensor],
+    count: int,
 ) -> None:
+    if warms_up:
+        decay = min(decay, (1 + count) / (10 + count))
     get_ema_multi_avg_fn(decay)(averages, values, count)  # torch's function itself isn't pickled
 
 
@@ -163,6 +169,9 @@ class EMA(Callback):
         swap_on_epoch: whether the average stays in the model from the validation until the next
             epoch begins. Callbacks after this one in the list then save or copy the average at
             the end of each epoch. Default False.
+        warmup: whether the decay rises from 0.1: after t updates of the average it is
+            `min(decay, (1 + t) / (10 + t))`, as TensorFlow's `num_updates` has it. So the first
+            weights are forgotten soon. Default False.
 
     Example:
         >>> import torch, fitkit
@@ -192,17 +201,20 @@ class EMA(Callback):
         update_starting_at_epoch: int = 0,
         use_buffers: bool = True,
         swap_on_epoch: bool = False,
+        warmup: bool = False,
     ) -> None:
         check_number("decay", decay, minimum=0, below=1)
         check_count("update_every_n_steps", update_every_n_steps)
         check_count("update_starting_at_epoch", update_starting_at_epoch, minimum=0)
         check_flag("use_buffers", use_buffers)
         check_flag("swap_on_epoch", swap_on_epoch)
+        check_flag("warmup", warmup)
         self.decay = decay
         self.update_every_n_steps = update_every_n_steps
         self.update_starting_at_epoch = update_starting_at_epoch
         self.use_buffers = use_buffers
         self.swap_on_epoch = swap_on_epoch
+        self.warmup = warmup
         self._weights: AveragedWeights | None = None
         self._seen = 0
 
@@ -221,7 +233,7 @@ class EMA(Callback):
         self._seen = self.model.global_step
 
     def _begin_average(self) -> None:
-        average = partial(_move_average, self.decay)
+        average = partial(_move_average, self.decay, self.warmup)
         self._weights = AveragedWeights(self.model, average, buffers=self.use_buffers)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:

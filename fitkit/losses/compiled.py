@@ -15,7 +15,7 @@ from fitkit.arguments import check_number, describe
 from fitkit.errors import ConfigurationError
 from fitkit.losses.class_weights import ClassWeights
 from fitkit.losses.guards import check_learns
-from fitkit.losses.loss import Count, KnownLoss, Loss, resolve
+from fitkit.losses.loss import Ask, Count, KnownLoss, Loss, resolve
 from fitkit.losses.own import OwnLoss
 from fitkit.outputs import (
     SINGLE,
@@ -40,15 +40,21 @@ ONE_OUTPUT = Outputs({SINGLE: None})
 class _OutputLoss:
     """A loss of one output, or of a structure of outputs; `output` is None for all at once.
 
-    `number` counts the losses of an output that has several, from 1. `classes` is the number of
-    classes where the first batch's targets were class indices.
+    `number` counts the losses of an output that has several, from 1. `factor` multiplies one that
+    is a part of another loss. `classes` is the number of classes where the first batch's targets
+    were class indices.
     """
 
     output: Hashable
     loss: Loss
     scale: float = 1.0
     number: int = 0
+    factor: float = 1.0
     classes: int | None = None
+
+    def asking(self, ask: Ask | None) -> Loss:
+        """Return the loss for one batch, whose inputs it may ask other nets about."""
+        return self.loss if ask is None else self.loss.asking(ask, self.output)
 
     @property
     def name(self) -> str:
@@ -197,7 +203,14 @@ class CompiledLoss:
         return any(loss.may_count(known) for loss in self._all)
 
     def computed(
-        self, prediction: Any, target: Any, weight: Any, *, counts: bool, is_part: bool = False
+        self,
+        prediction: Any,
+        target: Any,
+        weight: Any,
+        *,
+        counts: bool,
+        is_part: bool = False,
+        ask: Ask | None = None,
     ) -> tuple[torch.Tensor, Count, list[Term]]:
         """Return a batch's loss, what its mean was taken over, and its terms if there are several
         losses.
@@ -205,6 +218,7 @@ class CompiledLoss:
         Args:
             counts: whether to say what means were taken over; otherwise None, for the samples.
             is_part: whether the batch is a part of what an update sees.
+            ask: calls other nets with the batch's inputs; None where no loss takes them.
         """
         only = self._only
         if only is not None and self.class_weights is None and self._plan is not None:
@@ -215,7 +229,7 @@ class CompiledLoss:
                 return only(prediction, target), None, []
             if isinstance(weight, torch.Tensor) and not counts:
                 return only.weighted(prediction, target, weight), None, []
-        terms = self._terms(prediction, target, weight, counts=counts, is_part=is_part)
+        terms = self._terms(prediction, target, weight, counts=counts, is_part=is_part, ask=ask)
         if len(terms) == 1:
             return total_of(terms), terms[0].count, []
         return total_of(terms), None, terms
@@ -238,14 +252,21 @@ class CompiledLoss:
         return self._terms(prediction, target, weight, counts=True, is_part=is_part)
 
     def _terms(
-        self, prediction: Any, target: Any, weight: Any, *, counts: bool, is_part: bool = False
+        self,
+        prediction: Any,
+        target: Any,
+        weight: Any,
+        *,
+        counts: bool,
+        is_part: bool = False,
+        ask: Ask | None = None,
     ) -> list[Term]:
         predictions = self._named(prediction)
         plan = self._plan_of(predictions)
         weights = plan.weights(weight)
         found = []
         for part, its_prediction, its_target in plan.pairs(predictions, target):
-            its_weight, loss, count = weights.get(part.output), part.loss, None
+            its_weight, loss, count = weights.get(part.output), part.asking(ask), None
             if self.class_weights is not None:
                 its_weight = self.class_weights(its_target, its_weight)
             if counts:
@@ -256,6 +277,7 @@ class CompiledLoss:
                 value = loss(its_prediction, its_target)
             else:
                 value = loss.weighted(its_prediction, its_target, its_weight)
+            value = value if part.factor == 1.0 else part.factor * value
             found.append(Term(part.name, part.scale, value, count))
         return found
 
@@ -274,6 +296,11 @@ class CompiledLoss:
             return None
         tensors = all(isinstance(target, torch.Tensor) for target in targets)
         return only.of_each if tensors and all(map(only.joins, targets)) else None
+
+    @property
+    def takes_inputs(self) -> bool:
+        """Whether some loss calls other nets with a batch's inputs."""
+        return any(loss.takes_inputs for loss in self._all)
 
     @property
     def has_user_code(self) -> bool:
@@ -302,11 +329,15 @@ class CompiledLoss:
         found = [loss.hint for loss in losses if loss.hint != LossHint()]
         return found[0] if found else LossHint()
 
-    def check(self, prediction: Any, target: Any) -> None:
+    def check(self, prediction: Any, target: Any, ask: Ask | None = None) -> None:
         """Decide which loss meets which output, and refuse a first batch that can't be meant.
 
         Call it with the first batch of each kind of data (training, validation); it reads values
         back from the device.
+
+        Args:
+            prediction, target: of the batch.
+            ask: calls other nets with its inputs; None where no loss takes them.
 
         Raises:
             ConfigurationError: outputs, losses and targets differ in structure, or a loss's own
@@ -317,7 +348,7 @@ class CompiledLoss:
         needs_unwrapping = len(plan.parts) > 1 or plan.parts[0].scale != 1.0
         for part, its_prediction, its_target in plan.pairs(predictions, target):
             with _naming(part.output):
-                part.loss.check(its_prediction, its_target)
+                part.asking(ask).check(its_prediction, its_target)
                 part.classes = part.loss.count_classes(its_prediction, its_target)
             if its_prediction is not prediction or its_target is not target:
                 needs_unwrapping = True
@@ -325,10 +356,13 @@ class CompiledLoss:
         self._needs_unwrapping = self._needs_unwrapping or needs_unwrapping
         self._only = None if self._needs_unwrapping else plan.parts[0].loss
         if self.class_weights is not None:
-            self._begin_class_weights(self.class_weights, plan.pairs(predictions, target))
+            self._begin_class_weights(self.class_weights, plan.pairs(predictions, target), ask)
 
     def _begin_class_weights(
-        self, class_weights: ClassWeights, pairs: list[tuple[_OutputLoss, Any, Any]]
+        self,
+        class_weights: ClassWeights,
+        pairs: list[tuple[_OutputLoss, Any, Any]],
+        ask: Ask | None,
     ) -> None:
         outputs = dict.fromkeys(part.output for part, _, _ in pairs)
         if len(outputs) > 1:
@@ -337,7 +371,7 @@ class CompiledLoss:
                 "losses. Give a dict of sample_weight by output."
             )
         for part, prediction, target in pairs:
-            values = part.loss.per_sample(prediction, target)
+            values = part.asking(ask).per_sample(prediction, target)
             class_weights.begin(part.loss.labels(prediction, target), target, values)
 
     def weigh(self, target: Any, weight: Any) -> Any:
@@ -496,8 +530,16 @@ def _parts_of(output: Hashable, losses: Any, scales: Any) -> list[_OutputLoss]:
             f"loss_weights has {describe(scales)} for the output {output!r}. Give a number, or one "
             f"for each of its losses ({len(one)})."
         )
-    numbers = range(1, len(one) + 1) if len(one) > 1 else (0,)
-    return [_OutputLoss(output, *given) for given in zip(one, scales, numbers, strict=True)]
+    summands = [
+        (part, scale, factor)
+        for loss, scale in zip(one, scales, strict=True)
+        for part, factor in loss.parts
+    ]
+    first = 1 if len(summands) > 1 else 0
+    return [
+        _OutputLoss(output, part, scale, number, factor)
+        for number, (part, scale, factor) in enumerate(summands, first)
+    ]
 
 
 def _resolved(loss: Any) -> Losses:

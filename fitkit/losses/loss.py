@@ -25,6 +25,8 @@ from fitkit.trees import leaves
 
 Count = float | torch.Tensor | None
 """What a mean was taken over: a number, a tensor () on the device, or None for the samples."""
+Ask = Callable[[Callable[..., Any]], Any]
+"""Calls another net as a batch's forward calls the trained one, once a batch."""
 
 
 def checked_count(count: Any, what: str) -> float | torch.Tensor:
@@ -57,17 +59,35 @@ class Loss(abc.ABC):
         hint: what it says about predictions and task.
         label: how messages call it.
         takes_whole: given once, it gets what the net returned, with all outputs at once.
-        has_user_code: whether code of the user's acts in its call, or keeps what is in it.
+        takes_inputs: whether it calls other nets with a batch's inputs; see `asking`.
+        ignored: the label that doesn't count.
     """
 
     name: str
     hint: LossHint
     label: str
     takes_whole = False
+    takes_inputs = False
+    ignored: Any = IGNORED
 
     @property
     def has_user_code(self) -> bool:
+        """Whether code of the user's acts in its call, or keeps what is in it."""
         return True
+
+    @property
+    def parts(self) -> list[tuple[Loss, float]]:
+        """The losses that it is the sum of, each with its factor."""
+        return [(self, 1.0)]
+
+    def asking(self, ask: Ask, output: Hashable) -> Loss:
+        """Return this loss for one batch, where it takes inputs.
+
+        Args:
+            ask: gives another net's outputs for the batch.
+            output: the name of the output that it is for.
+        """
+        return self
 
     @abc.abstractmethod
     def __call__(self, prediction: Any, target: Any) -> torch.Tensor:
@@ -171,6 +191,7 @@ class KnownLoss(Loss):
         self.name: str = name
         self.label: str = label
         self.hint: LossHint = definition.hint
+        self.ignored = self.ignored if definition.ignore_index is None else definition.ignore_index
         self._definition = definition
         self._match, self._mean, self._each = definition.match, definition.mean, definition.each
         self._counted = definition.counted
@@ -291,7 +312,7 @@ class CustomLoss(Loss):
         self.label: str = f"The loss {self.name}"
         self._function = function
         self._each = function
-        self._ignored: Any = getattr(function, "ignore_index", IGNORED)
+        self.ignored: Any = getattr(function, "ignore_index", IGNORED)
         self._has_warned = False
         self._was_asked = False  # whether it sums
         self._per_label: float | None = None  # the values that it gave for each label
@@ -333,8 +354,8 @@ class CustomLoss(Loss):
         """As of all losses. Of a batch to come it says so many values a label as the last had."""
         if self._per_label is None or not isinstance(target, torch.Tensor):
             return None
-        if self._per_label == 1 and is_labels(target) and isinstance(self._ignored, int):
-            return (target != self._ignored).sum()
+        if self._per_label == 1 and is_labels(target) and isinstance(self.ignored, int):
+            return (target != self.ignored).sum()
         return target.numel() * self._per_label
 
     def weighted(self, prediction: Any, target: Any, weight: torch.Tensor) -> torch.Tensor:
@@ -343,9 +364,9 @@ class CustomLoss(Loss):
     def _counted_values(self, values: torch.Tensor, target: Any) -> torch.Tensor | None:
         """How many values count where labels may be ignored; None where all do."""
         fits = is_labels(target) and target.numel() == values.numel()
-        if not fits or not isinstance(self._ignored, int):
+        if not fits or not isinstance(self.ignored, int):
             return None
-        return ((target.reshape(values.shape) != self._ignored) | (values != 0)).sum()
+        return ((target.reshape(values.shape) != self.ignored) | (values != 0)).sum()
 
     def per_sample(self, prediction: Any, target: Any) -> torch.Tensor:
         result = self._call(self._each, prediction, target)
@@ -362,7 +383,7 @@ class CustomLoss(Loss):
         # Kept for evaluations, in which there is no graph to read it from.
         single = named_outputs(prediction).get(SINGLE)
         self.hint = LossHint(scale_of(single) or self.hint.takes)
-        ignored = self._ignored
+        ignored = self.ignored
         if self._has_warned or not isinstance(ignored, int):
             return
         labels = [leaf for leaf in leaves(target) if isinstance(leaf, torch.Tensor)]

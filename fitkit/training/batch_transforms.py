@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -227,7 +227,7 @@ def takes_targets(transform: Callable[..., Any]) -> bool:
 
 
 class BatchTransforms:
-    """Applies the transforms of `compile` to a training's batches.
+    """Applies transforms to a training's batches.
 
     Each batch has draws of its own, by the seed of torch's generator on rank 0, the number of
     updates so far and the batch's place in its epoch. So a training that was cut draws the same.
@@ -235,20 +235,21 @@ class BatchTransforms:
     Args:
         model: with its compiled settings.
         step: of the training.
+        transforms: in their order.
     """
 
-    def __init__(self, model: Module, step: Step) -> None:
+    def __init__(self, model: Module, step: Step, transforms: Sequence[Callable[..., Any]]) -> None:
         compilation = model._fitkit.compilation
         self._model, self._step = model, step
         self._compiled: CompiledStep = (
             step if isinstance(step, CompiledStep) else step.context.compiled
         )
-        self._transforms = compilation.given.batch_transforms or ()
+        self._transforms = transforms
         self._ranks: Collectives = compilation.strategy.data_ranks
         if overridden(model, "transfer_batch_to_device"):
             raise ConfigurationError(
-                "compile has batch_transforms, but transfer_batch_to_device brings the batches to "
-                "the device within the step. Call the transforms there, or leave the hook out."
+                "The run has batch transforms, but transfer_batch_to_device brings the batches "
+                "to the device within the step. Call the transforms there, or leave the hook out."
             )
         plain = [t for t in self._transforms if not isinstance(t, BatchTransform)]
         if plain and compilation.strategy.ranks_per_batch > 1:
@@ -350,8 +351,19 @@ class BatchTransforms:
             )
 
 
-def batch_transforms_of(model: Module, step: Step) -> BatchTransforms | None:
-    """Return what changes a model's training batches; None if `compile` was given nothing."""
-    if not model._fitkit.compilation.given.batch_transforms:
-        return None
-    return BatchTransforms(model, step)
+def batch_transforms_of(
+    model: Module, step: Step, callbacks: Iterable[object] = ()
+) -> BatchTransforms | None:
+    """Return what changes a model's training batches; None if nothing does.
+
+    Args:
+        model: with the transforms of `compile`.
+        step: of the training.
+        callbacks: of the run. Those that are transforms come first.
+    """
+    own = [callback for callback in callbacks if isinstance(callback, BatchTransform)]
+    transforms: list[Callable[..., Any]] = [
+        *own,
+        *(model._fitkit.compilation.given.batch_transforms or ()),
+    ]
+    return BatchTransforms(model, step, transforms) if transforms else None

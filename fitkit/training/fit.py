@@ -153,7 +153,9 @@ class Fit:
         )
         if arguments.weights_by_class is not None and not changes_batches:
             arguments.weights_by_class.expect(self.source.target, self.collectives.rank)
-        self.batch_transforms: BatchTransforms | None = batch_transforms_of(model, self.step)
+        self.batch_transforms: BatchTransforms | None = batch_transforms_of(
+            model, self.step, self.callbacks
+        )
         self.step.mover.bring_whole(self.source)
         sizes = self._accumulation_by_epoch()
         now = [size for begin, size in sizes if begin <= first]

@@ -39,9 +39,9 @@ Found = TypeVar("Found")
 Made = TypeVar("Made", bound=Module)
 
 NAMED = (
-    "optimizer", "loss", "metrics", "weighted_metrics", "target", "learning_rate", "loss_weights",
-    "lr_scheduler", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm",
-    "precision", "scale_lr", "warmup_epochs", "effective_batch_size",
+    "optimizer", "loss", "metrics", "weighted_metrics", "target", "learning_rate", "layer_decay",
+    "loss_weights", "lr_scheduler", "accumulate_grad_batches", "gradient_clip_val",
+    "gradient_clip_algorithm", "precision", "scale_lr", "warmup_epochs", "effective_batch_size",
 )  # fmt: skip
 """The arguments of `compile` that a file keeps, if they were given by name."""
 

@@ -27,7 +27,7 @@ from fitkit.distributed.wrapped_model import DividedModel, ReplicatedModel, Wrap
 from fitkit.errors import ConfigurationError
 from fitkit.guests import Guest, guest_of
 from fitkit.hooks import overridden
-from fitkit.losses import CompiledLoss, Count, Term
+from fitkit.losses import Ask, CompiledLoss, Count, Term
 from fitkit.losses.class_weights import ClassWeights
 from fitkit.metrics.compiled import CompiledMetrics
 from fitkit.modes import modes_restored
@@ -124,11 +124,13 @@ class CompiledStep:
         self._ranks = ranks
         self.synchronization: Synchronization | None = None
         self.loss: CompiledLoss | None = None
+        self._asks = False  # whether a loss calls other nets
         metrics = CompiledMetrics()
         if not predicts:
             compilation.loss.to(strategy.device)
             self.loss, metrics = compilation.loss.begin(), compilation.metrics.begin()
             self.loss.class_weights = class_weights
+            self._asks = self.loss.takes_inputs
             if (own := self.loss.own) is not None and isinstance(wrapped, ReplicatedModel):
                 wrapped.weigh = lambda output, x: number_of(own.count(output, labels_inside(x)))
         self.logbook: Logbook = Logbook(metrics)
@@ -272,14 +274,34 @@ class CompiledStep:
             outputs = forward(x) if type(x) is torch.Tensor else self.caller(forward, x)
             if self._guest is not None and self.loss is not None:
                 outputs, y, weight = self._guest.for_loss(outputs, y, weight)
+            ask = self.asking(*self._arguments(x)) if self._asks else None
             if not self.checked:
-                return self._first_outcome(outputs, x, y, weight, is_part)
-            return self._outcome(outputs, y, weight, is_part)
+                return self._first_outcome(outputs, x, y, weight, is_part, ask)
+            return self._outcome(outputs, y, weight, is_part, ask)
         except Exception as error:
             self.explain(error, x, y)
             raise
 
-    def _outcome(self, outputs: Any, y: Tree, weight: Tree, is_part: bool) -> Outcome:
+    def _arguments(self, x: Tree) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return a forward's arguments for a batch's inputs: by position, and by keyword."""
+        return ((x,), {}) if isinstance(x, torch.Tensor) else self.caller.arguments(x)
+
+    def asking(self, given: Sequence[Any], named: Mapping[str, Any]) -> Ask | None:
+        """Return what calls other nets with a forward's arguments; None where no loss asks."""
+        if not self._asks:
+            return None
+        answers: dict[Callable[..., Any], Any] = {}
+
+        def ask(net: Callable[..., Any]) -> Any:
+            if net not in answers:
+                answers[net] = self.in_precision(net)(*given, **named)
+            return answers[net]
+
+        return ask
+
+    def _outcome(
+        self, outputs: Any, y: Tree, weight: Tree, is_part: bool, ask: Ask | None
+    ) -> Outcome:
         """Return the outcome of a batch with these outputs, after the first batch's checks."""
         loss, sequences = self.loss, self._sequences
         if loss is None:
@@ -297,7 +319,7 @@ class CompiledStep:
             own.count(outputs, y)
             own.agree(ranks)
         value, count, terms = loss.computed(
-            outputs, y, weight, counts=self.may_count, is_part=is_part
+            outputs, y, weight, counts=self.may_count, is_part=is_part, ask=ask
         )
         if sequences is not None:
             if terms:
@@ -359,7 +381,7 @@ class CompiledStep:
     # ------------------------------------------------------------------ the first batch
 
     def _first_outcome(
-        self, outputs: Outputs, x: Tree, y: Tree, weight: Tree, is_part: bool
+        self, outputs: Outputs, x: Tree, y: Tree, weight: Tree, is_part: bool, ask: Ask | None
     ) -> Outcome:
         """Return the first batch's outcome, and its checks of everything that shows before an
         update.
@@ -368,11 +390,11 @@ class CompiledStep:
         if loss is None:
             self.mover.transfer.note_writes()
             self.checked = True
-            return self._outcome(outputs, y, weight, is_part)
+            return self._outcome(outputs, y, weight, is_part, ask)
         self._ask_net(loss, outputs, x, y, is_part)
         self.mover.transfer.note_writes()
         with torch.no_grad():
-            loss.check(outputs, y)
+            loss.check(outputs, y, ask)
             for targets in self.all_targets:
                 loss.check_labels(targets)
             if self.meters is not None:
@@ -383,7 +405,7 @@ class CompiledStep:
                 self.meters.start(*shown, hint, loss.trained)
         self.checked = True
         self._had_target = y is not None
-        found = self._outcome(outputs, y, weight, is_part)
+        found = self._outcome(outputs, y, weight, is_part, ask)
         assert found.loss is not None
         loss.check_learns(found.loss)
         return found
@@ -415,6 +437,11 @@ class CompiledStep:
                 "A net that computes its own loss sees only a part of each sequence under "
                 "context_parallel. Give compile a loss, and fit (x, y) with the label of each "
                 "token in its place."
+            )
+        if loss.takes_inputs:
+            raise ConfigurationError(
+                "A teacher would see only a part of each sequence under context_parallel. Leave "
+                "context_parallel out, or train without a teacher."
             )
         whole, y, part, y_part = sequences.check(outputs, x, y)
         if not loss.has_user_code:

@@ -22,6 +22,7 @@ PUBLIC = (
     "fitkit",
     "fitkit.callbacks",
     "fitkit.loggers",
+    "fitkit.losses",
     "fitkit.optimizers",
     "fitkit.pictures",
     "fitkit.precisions",

@@ -94,7 +94,12 @@ class TracedStep:
         assert self._step.loss is not None
         prediction = self.predicted(given, named)
         loss, count, terms = self._step.loss.computed(
-            prediction, y, weight, counts=self._counts, is_part=is_part
+            prediction,
+            y,
+            weight,
+            counts=self._counts,
+            is_part=is_part,
+            ask=self._step.asking(given, named),
         )
         kept = trees.map_leaves(_detached, prediction) if self._keeps_prediction else None
         parts = [(term.name, term.scale, term.value.detach(), term.count) for term in terms]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import cloudpickle
 import pytest
 import torch
+from torch import nn
 
 import fitkit
 from fitkit import callbacks
@@ -29,6 +30,7 @@ NEEDED = {
     "MetricCallback": {"metrics": ["mae"], "x": X, "y": Y},
     "ModelCheckpoint": {"filepath": "model.h5"},
     "OptunaPruning": {"trial": SimpleNamespace(report=lambda *_: None, should_prune=lambda: False)},
+    "Progressive": {"size": {9: 8}},
     "StochasticWeightAveraging": {"swa_lrs": 0.05},
 }
 """Arguments without a default, and those that suit the net here."""
@@ -40,8 +42,15 @@ def made(name):
     return getattr(callbacks, name)(**NEEDED.get(name, {}))
 
 
+class DropPath(nn.Identity):
+    """What StochasticDepth looks for."""
+
+    drop_prob = 0.0
+
+
 def compiled():
-    return reference.compiled(dense(2, 4, 1), "sgd", "mse", learning_rate=0.05)
+    net = dense(2, 4, 1).append(DropPath())
+    return reference.compiled(net, "sgd", "mse", learning_rate=0.05)
 
 
 def fit(model, callback, epochs=2, **options):

@@ -179,6 +179,34 @@ def test_its_state_goes_on_after_a_restart(on_epoch):
     assert weight(model) == pytest.approx(weight(whole), abs=1e-6)
 
 
+def test_its_decay_rises_with_the_number_of_updates():
+    model, notes = scale(), Notes()
+    start = weight(model)
+    options = {"shuffle": False, "batch_size": 2, "verbose": 0, "epochs": 5}
+    model.fit(X, Y, callbacks=[EMA(0.5, warmup=True), notes], **options)
+    average = start
+    for t, value in enumerate(notes.updates):
+        decay = min(0.5, (1 + t) / (10 + t))
+        average = decay * average + (1 - decay) * value
+    assert len(notes.updates) == 20
+    assert weight(model) == pytest.approx(average, abs=1e-6)
+
+
+def test_a_rising_decay_goes_on_where_a_training_was_cut(tmp_path):
+    class Saves(Callback):
+        def on_train_batch_end(self, batch, logs):
+            if self.model.global_step == 5:
+                self.model.save(tmp_path / "cut.h5")
+
+    options = {"shuffle": False, "batch_size": 2, "verbose": 0, "epochs": 3}
+    whole = scale()
+    whole.fit(X, Y, callbacks=[EMA(0.9, warmup=True), Saves()], **options)
+    again = scale()
+    ema = EMA(0.9, warmup=True)
+    again.fit(X, Y, callbacks=ema, resume_from=tmp_path / "cut.h5", **options)
+    assert weight(again) == weight(whole)
+
+
 # ------------------------------------------------------------------ SWA
 
 
