@@ -13,8 +13,9 @@ class Progress:
     """How far a training is, as plain data.
 
     A checkpoint has that of all ranks (`Fit.checkpoint_progress`). In a fit each rank has its own
-    (`for_rank`), with one entry in the lists of all ranks. The fit keeps the first attributes, up
-    to `validated`, up to date. The others are where it was resumed.
+    (`for_rank`), with one entry in the lists of all ranks. The fit keeps `epoch`,
+    `steps`, `number`, `batches`, `began` and `validated` up to date. The others are where it was
+    resumed.
 
     Attributes:
         epoch: the epoch to continue with, from 0.

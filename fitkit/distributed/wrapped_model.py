@@ -20,7 +20,7 @@ class WrappedModel:
             such as DDP has a `StepRouter` inside); None for nothing.
 
     Attributes:
-        net: the module, which error messages describe.
+        module: as given; error messages describe it.
         accumulating: surrounds calls whose gradients the wrapper needn't exchange yet; None where
             it exchanges none.
         rewrap: renews the wrapper after parameters were frozen or freed, on all ranks; None where

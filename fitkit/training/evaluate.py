@@ -78,7 +78,7 @@ def evaluate_source(
     with evaluating(model, context):
         share_buffers(model)
         callbacks.call("on_test_begin", {})
-        plan = EvaluationPlan(model, step, callbacks, "test", source, step.record)
+        plan = EvaluationPass(model, step, callbacks, "test", source, step.record)
         mine = InStep(_share_of_steps(source, steps, data_ranks), strategy)
         try:
             count, empty = plan.run(context, mine, "stop_evaluating", lambda _: logbook.results())
@@ -149,7 +149,7 @@ def predict_source(model: Module, arguments: EvaluateArguments, copies: HostCopi
     params = _params(model, "predict", source, arguments)
     with callbacks.running(model, params), evaluating(model, context):
         callbacks.call("on_predict_begin", {})
-        plan = EvaluationPlan(model, step, callbacks, "predict", source, copies.take, copies.skip)
+        plan = EvaluationPass(model, step, callbacks, "predict", source, copies.take, copies.skip)
         plan.run(context, mine, "stop_predicting", partial(_outputs, copies, group_size))
         copies.wait()
         callbacks.call("on_predict_end", {})
@@ -295,7 +295,7 @@ class InStep:
                 yield Batch(last.data, 0, 1)
 
 
-class EvaluationPlan:
+class EvaluationPass:
     """Decides how a pass over data computes its batches, and what makes it fast.
 
     - Losses that are means over samples are computed for many batches at once, as metrics are.
@@ -402,7 +402,7 @@ class EvaluationPlan:
         found: Outcome = first_step(self._model, self._step, batch, index, make)
         return found
 
-    def __enter__(self) -> EvaluationPlan:
+    def __enter__(self) -> EvaluationPass:
         self._no_grad.__enter__()
         return self
 

@@ -552,7 +552,7 @@ class Fit:
         if not self.is_between_updates:
             every = self.model._fitkit.fit_state.accumulate
             raise ConfigurationError(
-                f"A checkpoint can't be saved between two updates, and {every} batches make one "
+                f"A checkpoint can't be saved within an update, and {every} batches make one "
                 f"update. Save after a batch for which (batch + 1) % {every} == 0, or use "
                 "fitkit.callbacks.ModelCheckpoint, which waits for the update."
             )

@@ -110,7 +110,7 @@ class _Pickler(cloudpickle.Pickler):
         strategy: object = None,
     ) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-        self._hollow = shape_only
+        self._shape_only = shape_only
         self._files = files
         self._strategy = strategy
         self.named: dict[str, Any] = {}  # the script's objects, which come by value
@@ -140,7 +140,7 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(value) if reduced is None else reduced
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
-        if id(tensor) in self._hollow and type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        if id(tensor) in self._shape_only and type(tensor) in (torch.Tensor, torch.nn.Parameter):
             is_parameter = type(tensor) is torch.nn.Parameter
             described = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad, is_parameter)
             return _hollow, described

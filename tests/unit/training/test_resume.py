@@ -224,7 +224,7 @@ def test_a_save_in_a_hook_before_a_batch_or_at_an_error_says_where_it_is(tmp_pat
 
 def test_saving_in_a_group_of_batches_is_refused(tmp_path):
     model = model_for(OPTIONS["accumulating"])
-    with pytest.raises(fitkit.ConfigurationError, match="between two updates"):
+    with pytest.raises(fitkit.ConfigurationError, match="within an update"):
         model.fit(X, Y, batch_size=8, verbose=0, callbacks=Cut(tmp_path / "a.h5", 0, 2))
 
 
