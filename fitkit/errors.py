@@ -101,6 +101,7 @@ CODES = {
     "FK080": "Keras on another backend than torch",
     "FK081": "what a Keras network can't be trained with",
     "FK082": "an object of Keras without an equal one",
+    "FK090": "a data module of Lightning that a verb can't read",
 }
 """What each code stands for. A code is never used again for something else."""
 

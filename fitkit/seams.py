@@ -14,6 +14,7 @@ registry also knows the names that installed packages add by entry points.
 | a loss, a metric | a function, a torchmetrics class | `LOSSES`, `METRICS` |
 | an optimizer, a schedule | torch's classes | `OPTIMIZERS`, `SCHEDULERS` |
 | a kind of network | `Guest` | `GUESTS` |
+| a kind of data | a function that returns `OpenedData` | `DATA` |
 | a format of weight files | `WeightFormat` | `FORMATS` |
 """
 
@@ -163,7 +164,7 @@ from fitkit.distributed.strategies.ddp import DDPWrapper
 from fitkit.distributed.strategies.engine import Engine, norm_of
 from fitkit.distributed.world import RankGroup, World, counting_connections, enter
 from fitkit.distributed.wrapped_model import DividedModel, StepRouter, WrappedModel
-from fitkit.guests import GUESTS, Guest, guest_of
+from fitkit.guests import DATA, GUESTS, Guest, OpenedData, guest_of
 from fitkit.hooks import has_own_steps, overridden
 from fitkit.losses import CompiledLoss, Term, checked_count
 from fitkit.losses.formulas import classes, elements
@@ -197,6 +198,7 @@ from fitkit.training.update import Update
 
 __all__ = [
     "CALLBACKS",
+    "DATA",
     "DDP",
     "FLOAT8",
     "FORMATS",
@@ -245,6 +247,7 @@ __all__ = [
     "Named",
     "NoRows",
     "OpenWeights",
+    "OpenedData",
     "OptimizerInPlace",
     "Outcome",
     "OwnStep",
