@@ -7,7 +7,7 @@ import dataclasses
 import fractions
 import numbers
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -29,11 +29,11 @@ from fitkit.errors import ConfigurationError
 from fitkit.guests import OpenedData
 from fitkit.losses.class_weights import ClassWeights
 from fitkit.progress import Progress
-from fitkit.typing import Arrays, Data, Verbose
+from fitkit.typing import Arrays, BatchData, Data, Verbose
 
 Arguments = TypeVar("Arguments")
 
-Transferring: TypeAlias = Callable[[Any, torch.device], Any]
+Transferring: TypeAlias = Callable[[BatchData, torch.device], BatchData]
 """A function that moves a batch to a device."""
 
 Parts: TypeAlias = tuple[object, object, object]
