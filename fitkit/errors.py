@@ -101,6 +101,8 @@ CODES = {
     "FK080": "Keras on another backend than torch",
     "FK081": "what a Keras network can't be trained with",
     "FK082": "an object of Keras without an equal one",
+    "FK083": "what a LightningModule can't be trained with",
+    "FK084": "what a LightningModule's trainer doesn't have",
     "FK090": "a data module of Lightning that a verb can't read",
 }
 """What each code stands for. A code is never used again for something else."""

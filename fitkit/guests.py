@@ -94,6 +94,18 @@ GUESTS: Registry[type[Guest]] = Registry("net")
 GUESTS.promise("fitkit.extras.keras_nets:KerasNet", "keras")
 
 
+MODELS: Registry[type[nn.Module]] = Registry("net")
+"""Subclasses of `Model` that train other libraries' modules, which bring their own steps and hooks.
+
+Their keys are the top-level package and the name of the modules' base class.
+"""
+MODELS.promise(
+    "fitkit.extras.lightning_nets:LightningModel",
+    "lightning.LightningModule",
+    "pytorch_lightning.LightningModule",
+)
+
+
 TRANSLATORS: Registry[Callable[[str, Any], Any]] = Registry("library")
 """Functions of an argument's name and an object that return what `compile` takes, by package."""
 TRANSLATORS.promise("fitkit.extras.keras_objects:translated", "keras")
@@ -141,6 +153,18 @@ def package_of(value: object, packages: Iterable[str] | None = None) -> str | No
             for kind in type(value).__mro__:
                 if kind.__module__.partition(".")[0] == package:
                     return package
+    return None
+
+
+def model_kind(net: object) -> type[nn.Module] | None:
+    """Return the subclass of `Model` that trains a net with its own steps and hooks; None for
+    others."""
+    if not any(known.partition(".")[0] in sys.modules for known in MODELS):
+        return None
+    for kind in type(net).__mro__:
+        known = f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+        if known in MODELS:
+            return MODELS[known]
     return None
 
 

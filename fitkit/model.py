@@ -32,7 +32,14 @@ from fitkit.distributed.precision import Precision
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ArgumentTypeError
 from fitkit.fit_state import FitState
-from fitkit.guests import as_net, as_ours, guest_of, opened_data, warn_of_parts
+from fitkit.guests import (
+    as_net,
+    as_ours,
+    guest_of,
+    model_kind,
+    opened_data,
+    warn_of_parts,
+)
 from fitkit.hooks import STAGES, check_callbacks, check_steps, overridden
 from fitkit.losses.class_weights import ClassWeights
 from fitkit.model_names import GivesWay, NotHere, check_attribute, check_definitions, public_names
@@ -107,6 +114,12 @@ class Model(Module):
     """
 
     history: History | None
+
+    def __new__(cls, net: Any = None, *arguments: Any, **named: Any) -> Model:
+        """Return a model; of another library's module, one that trains it as it is."""
+        kind: Any = model_kind(net) if cls is Model else None
+        made: Model = super().__new__(cls if kind is None else kind)
+        return made
 
     def __init__(self, net: nn.Module | None = None) -> None:
         super().__init__()

@@ -18,6 +18,7 @@ from fitkit import trees
 from fitkit.accelerators import widest_dtype
 from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.fit_state import Run
 from fitkit.foreign_names import instead
 from fitkit.guests import Guest
 from fitkit.losses import checked_count
@@ -508,6 +509,9 @@ class Module(nn.Module):
         own = vars(self).get("configure_optimizers") or type(self).configure_optimizers
         is_own = own is not Module.configure_optimizers
         return is_own and not self._fitkit.compilation.names_optimizer
+
+    def _fit_begins(self, run: Run) -> None:
+        """Get ready for a `fit` on this rank: its data are known, its optimizers aren't made."""
 
     def _made_optimizers(self) -> list[Optimizer]:
         """Return the optimizers over the parameters. They are made when they are first needed."""

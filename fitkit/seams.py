@@ -15,6 +15,7 @@ registry also knows the names that installed packages add by entry points.
 | an optimizer, a schedule | torch's classes | `OPTIMIZERS`, `SCHEDULERS` |
 | a kind of network | `Guest` | `GUESTS` |
 | a kind of data | a function that returns `OpenedData` | `DATA` |
+| a kind of module with its own steps | `fitkit.Model` | `MODELS` |
 | a format of weight files | `WeightFormat` | `FORMATS` |
 """
 
@@ -164,7 +165,7 @@ from fitkit.distributed.strategies.ddp import DDPWrapper
 from fitkit.distributed.strategies.engine import Engine, norm_of
 from fitkit.distributed.world import RankGroup, World, counting_connections, enter
 from fitkit.distributed.wrapped_model import DividedModel, StepRouter, WrappedModel
-from fitkit.guests import DATA, GUESTS, Guest, OpenedData, guest_of
+from fitkit.guests import DATA, GUESTS, MODELS, Guest, OpenedData, guest_of
 from fitkit.hooks import has_own_steps, overridden
 from fitkit.losses import CompiledLoss, Term, checked_count
 from fitkit.losses.formulas import classes, elements
@@ -187,9 +188,10 @@ from fitkit.optimizers import (
     put_rate,
 )
 from fitkit.pickling import REDUCERS, Together
-from fitkit.schedulers import SCHEDULERS
-from fitkit.training.applier import Applier
-from fitkit.training.compiler import Compiler, PassSteps, Take, Updates
+from fitkit.schedulers import SCHEDULERS, PlannedScheduler
+from fitkit.training.applier import Applier, ScaledApplier
+from fitkit.training.compiler import Compiler, NetAlone, PassSteps, Take, Updates
+from fitkit.training.fit import validation_name
 from fitkit.training.own_step import OwnStep, loss_in, said_count
 from fitkit.training.predictions import Elsewhere, reading_on_ranks
 from fitkit.training.settings import parts_of_update
@@ -209,6 +211,7 @@ __all__ = [
     "HOW",
     "LOSSES",
     "METRICS",
+    "MODELS",
     "OPTIMIZERS",
     "PRECISIONS",
     "REDUCERS",
@@ -245,6 +248,7 @@ __all__ = [
     "Module",
     "ModuleInPlace",
     "Named",
+    "NetAlone",
     "NoRows",
     "OpenWeights",
     "OpenedData",
@@ -252,11 +256,13 @@ __all__ = [
     "Outcome",
     "OwnStep",
     "PassSteps",
+    "PlannedScheduler",
     "Precision",
     "ProcessGroup",
     "RankGroup",
     "ReadByItself",
     "ReadInOrder",
+    "ScaledApplier",
     "SingleDevice",
     "Source",
     "StepRouter",
@@ -371,6 +377,7 @@ __all__ = [
     "unpacker_of",
     "unreadable",
     "usable_cores",
+    "validation_name",
     "weights_in",
     "whole",
     "writable",

@@ -8,7 +8,7 @@ of a pass's step in `evaluate` and `predict`. The eager ones don't know of it. I
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from fitkit.data.batches import Batch
 from fitkit.module import Module
@@ -103,6 +103,38 @@ class Compiler(Protocol):
 
     def compile_net(self, model: Module) -> None:
         """Compile how the net is called, unless that is done, or was given up."""
+
+
+class NetAlone:
+    """Compiles the net and the passes as a compiler does, and leaves the updates as written.
+
+    Args:
+        compiler: the compiler.
+    """
+
+    def __init__(self, compiler: Any) -> None:
+        self._compiler = compiler
+
+    def updates(self, model: Module, eager: Updates, **options: bool) -> Updates:
+        """Return the eager ones."""
+        return eager
+
+    def compiles_updates(self, model: Module) -> bool:
+        """Return False."""
+        return False
+
+    def pass_steps(
+        self, model: Module, step: Callable[..., Outcome], take: Take, *, is_announced: bool
+    ) -> PassSteps | None:
+        """As the compiler's."""
+        found: PassSteps | None = self._compiler.pass_steps(
+            model, step, take, is_announced=is_announced
+        )
+        return found
+
+    def compile_net(self, model: Module) -> None:
+        """As the compiler's."""
+        self._compiler.compile_net(model)
 
 
 def new_compiler(model: Module, options: bool | CompilerOptions) -> Compiler | None:

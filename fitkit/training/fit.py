@@ -143,6 +143,7 @@ class Fit:
             self.interval = arguments.batches_between_validations(self.epoch_steps)
         steps = self.stream.steps  # of an epoch; None if unknown
         updates = None if steps is None else -(-steps // self.accumulate)
+        model._fit_begins(self)
         # Create the optimizers after the module is on its device.
         self.optimizers: list[Optimizer] = model._made_optimizers()
         unsaved.note(model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -94,9 +94,15 @@ def manual_backward(
     parameters: list[torch.nn.Parameter],
     loss: torch.Tensor,
     count: Count = None,
+    *,
+    through: Callable[..., object] = torch.Tensor.backward,
     **options: Any,
 ) -> None:
-    """Compute the gradients of a loss from the model's own step, averaged over the ranks."""
+    """Compute the gradients of a loss from the model's own step, averaged over the ranks.
+
+    Args:
+        through: what computes gradients, of the scaled loss and the options.
+    """
     strategy, state = model._fitkit.compilation.strategy, model._fitkit.fit_state
     assert context.batch is not None
     mine: float = context.batch.samples
@@ -108,7 +114,7 @@ def manual_backward(
     scaled = loss if weight == whole else nothing_if(loss, mine) * (weight / whole)
     if state.scalings:
         scaled = state.scalings[0].scaler.scale(scaled)
-    scaled.backward(**options)
+    through(scaled, **options)
     exchange_gradients(strategy, parameters)
 
 

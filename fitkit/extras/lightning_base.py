@@ -1,0 +1,134 @@
+"""The model of a `LightningModule` as its services, hooks and trainer know it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fitkit.errors import ConfigurationError
+from fitkit.extras.lightning_hooks import Hooks
+from fitkit.model import Model
+from fitkit.seams import validation_name
+
+AT_STEPS = frozenset(
+    {
+        "training_step", "on_train_batch_start", "on_train_batch_end", "on_before_zero_grad",
+        "optimizer_zero_grad", "on_before_backward", "backward", "on_after_backward",
+        "on_before_optimizer_step", "configure_gradient_clipping", "clip_gradients",
+        "optimizer_step",
+    }
+)  # fmt: skip
+"""Hooks in which `log` means a step's value, unless its arguments say otherwise."""
+
+AT_EPOCHS = frozenset(
+    {
+        "on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_validation_start",
+        "on_validation_epoch_start", "on_validation_epoch_end", "on_test_start",
+        "on_test_epoch_start", "on_test_epoch_end",
+    }
+)  # fmt: skip
+"""Hooks in which a value can't be a step's."""
+
+OF_BATCHES = frozenset(
+    {
+        "validation_step", "on_validation_batch_start", "on_validation_batch_end", "test_step",
+        "on_test_batch_start", "on_test_batch_end",
+    }
+)  # fmt: skip
+"""Hooks in which a value is the epoch's, unless the arguments of `log` say otherwise."""
+
+
+class ServedModel(Model):
+    """A model whose module asks it for what its own library's Trainer would answer.
+
+    Attributes:
+        hooks: the module's hooks.
+        call: what the verb was given.
+        written: the names that the epoch's validations have logged.
+        trainer: what the module sees as its trainer.
+        hooked_updates: what the running `fit` trains by; None if nothing is around its updates.
+        loader: the number of the validation set that is read; None if there is one.
+    """
+
+    hooks: Hooks
+    call: dict[str, Any]
+    written: set[str]
+    trainer: Any
+    hooked_updates: Any
+    loader: int | None
+    _run: Callable[[], Any]
+
+    @property
+    def run(self) -> Any:
+        """The running `fit`; None without one."""
+        return self._run()
+
+    @property
+    def validation_sets(self) -> list[str]:
+        """The names of the running fit's validation sets; a single one's is empty."""
+        return list(getattr(self.run, "held_out", ()))
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the training batch is its epoch's last."""
+        return self.hooked_updates is not None and self.hooked_updates.is_last
+
+    # ------------------------------------------------------------------ logs
+
+    def log_of_module(
+        self,
+        name: str,
+        value: Any,
+        on_step: bool | None,
+        on_epoch: bool | None,
+        *,
+        add_dataloader_idx: bool,
+        **options: Any,
+    ) -> None:
+        """Log a value of the module's, with Lightning's defaults for the hook that runs.
+
+        Raises:
+            ConfigurationError: the hook has no logs.
+        """
+        hook = self.hooks.running
+        if hook is not None and hook not in AT_STEPS | AT_EPOCHS | OF_BATCHES:
+            raise refusal(
+                f"self.log({name!r}) was called in {hook}, which has no logs. Call it in a step, "
+                "or in a hook of an epoch's or a batch's begin or end."
+            )
+        if hook in AT_EPOCHS and on_step:
+            raise refusal(
+                f"self.log({name!r}, on_step=True) was called in {hook}, which isn't at a step. "
+                "Leave out on_step."
+            )
+        is_step = hook in AT_STEPS
+        on_step = is_step if on_step is None else on_step
+        on_epoch = not is_step if on_epoch is None else on_epoch
+        if not (on_step or on_epoch):
+            return
+        if hook != "training_step" or options["rank_zero_only"]:
+            options["sync_dist"] = False  # an epoch's value is that of all ranks
+        context = self._fitkit.contexts.current
+        if getattr(context, "name", None) == "validation":
+            if add_dataloader_idx and self.loader is not None:
+                name = f"{name}/dataloader_idx_{self.loader}"
+            self.written.add(name)
+        self.log(name, value, on_step=on_step, on_epoch=on_epoch, **options)
+
+    def as_written(self, logs: dict[str, Any]) -> None:
+        """Give the values of validations the names that the module logged them by.
+
+        A name that the training has logged, too, keeps its `val_`.
+        """
+        sets = self.validation_sets or [""]
+        for name in sorted(self.written):
+            for full in (name, f"{name}_step", f"{name}_epoch"):
+                for one in sets:
+                    theirs = validation_name(full, one)
+                    if theirs != full and theirs in logs and full not in logs:
+                        logs[full] = logs.pop(theirs)
+
+
+def refusal(message: str) -> ConfigurationError:
+    """Return the error for what a LightningModule can't be trained with."""
+    return ConfigurationError(message, code="FK083")

@@ -1,0 +1,203 @@
+"""The hooks of a `LightningModule`: which it overrides, and how they are called."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from fitkit.errors import ConfigurationError
+from fitkit.seams import Module
+
+BASE = "LightningModule"
+"""The name of the base class, whichever package it is from."""
+
+TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+AT_BATCHES = tuple(
+    f"on_{stage}_batch_{when}"
+    for stage in ("train", "validation", "test", "predict")
+    for when in ("start", "end")
+)
+
+
+def base_of(module: nn.Module) -> Any:
+    """Return the library's own class among a module's bases."""
+    return next(kind for kind in type(module).__mro__ if kind.__name__ == BASE)
+
+
+def user_class(module: nn.Module) -> type[nn.Module]:
+    """Return a module's class as its author wrote it."""
+    kind: Any = type(module)
+    return kind.__mro__[2] if issubclass(kind, Attached) else kind
+
+
+class Attached:
+    """The first base of a served module's class. Copies and pickles have the user's class."""
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Keep a user's `__init_subclass__` from seeing a class that isn't the user's."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        served: Any = type(self)
+        reduced: Any = super().__reduce_ex__(protocol)
+        function, arguments, *rest = reduced
+        if served in arguments:  # as object's does: pickle would want this class
+            function, arguments = object.__new__, (served.__mro__[2],)
+        return function, arguments, *rest
+
+
+class Hooks:
+    """The hooks that a module's class overrides, and how they are called.
+
+    Args:
+        module: the module.
+
+    Attributes:
+        kind: its class, as its author wrote it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.kind: type[nn.Module] = user_class(module)
+        self._base = base_of(module)
+        self._threads = threading.local()
+
+    def has(self, *names: str) -> bool:
+        """Whether the module has its own code for one of these hooks."""
+        own, kind, base = vars(self.module), self.kind, self._base
+        return any(
+            name in own or getattr(kind, name, None) is not getattr(base, name, None)
+            for name in names
+        )
+
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """Call a hook with as many of the arguments as it takes, if the module overrides it."""
+        return self.call(name, *arguments) if self.has(name) else None
+
+    def call(self, name: str, *arguments: Any, **named: Any) -> Any:
+        """Call a hook with as many of the arguments as it takes."""
+        hook = getattr(self.module, name)
+        _, most = numbers_of_arguments(getattr(hook, "__func__", hook), inspect.ismethod(hook))
+        return self.run(name, hook, *arguments[:most], **named)
+
+    def at_batch(self, name: str, *arguments: Any, loader: int | None) -> None:
+        """Call a batch's hook, if the module overrides it.
+
+        Args:
+            loader: the number of the data set, which a hook may also need; None if there is one.
+        """
+        if self.has(name):
+            hook = getattr(self.module, name)
+            least, _ = numbers_of_arguments(getattr(hook, "__func__", hook), inspect.ismethod(hook))
+            if loader is not None or least > len(arguments):
+                arguments = *arguments, loader or 0
+            self.call(name, *arguments)
+
+    def step(self, name: str, batch: Any, index: int, loader: int = 0) -> Any:
+        """Call a step with what its signature names beside the batch."""
+        step = getattr(self.module, name)
+        names = step_names(getattr(step, "__func__", step), name, is_bound=inspect.ismethod(step))
+        values = {"batch_idx": index, "dataloader_idx": loader, "optimizer_idx": 0}
+        outputs = self.run(name, step, batch, *(values[one] for one in names))
+        self._threads.outputs = outputs
+        return outputs
+
+    def run(self, name: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Call a function as the hook of that name, which `log` asks for."""
+        threads = self._threads
+        before = getattr(threads, "running", None)
+        threads.running = name
+        try:
+            return function(*arguments, **named)
+        finally:
+            threads.running = before
+
+    @property
+    def running(self) -> str | None:
+        """The name of the hook that runs in this thread."""
+        return getattr(self._threads, "running", None)
+
+    @property
+    def outputs(self) -> Any:
+        """What the last step in this thread returned."""
+        return getattr(self._threads, "outputs", None)
+
+    # ------------------------------------------------------------------ batches
+
+    @functools.cached_property
+    def moves(self) -> bool:
+        """Whether a batch must be on the device before its step, or gets there by hooks."""
+        return self.has(*TRANSFERS, *AT_BATCHES)
+
+    def begin_batch(self, model: Module, batch: Any) -> Any:
+        """Return a batch on the device, and keep it for its step."""
+        self._threads.moved = batch, self.moved(model, batch)
+        return self._threads.moved[1]
+
+    def moved(self, model: Module, batch: Any) -> Any:
+        """Return a batch on the device: the one that is kept, or moved by the hooks now."""
+        source, found = getattr(self._threads, "moved", (None, None))
+        if source is batch and batch is not None:
+            return found
+        found = self.call("on_before_batch_transfer", batch, 0) if self.has(TRANSFERS[0]) else batch
+        context = model._fitkit.contexts.current
+        assert context is not None
+        if self.has(TRANSFERS[1]):
+            found = self.call("transfer_batch_to_device", found, model.device, 0)
+        else:
+            found = context.transferred(found)
+        if self.has(TRANSFERS[2]):
+            found = self.call("on_after_batch_transfer", found, 0)
+        return found
+
+    def forget_batch(self) -> None:
+        """Let a batch's memory go, and what its step returned."""
+        self._threads.moved = None, None
+        self._threads.outputs = None
+
+
+@functools.lru_cache(maxsize=1024)
+def numbers_of_arguments(function: Any, is_bound: bool) -> tuple[int, int | None]:
+    """Return how many arguments a hook needs, and takes, by place; None for any number."""
+    parameters = list(inspect.signature(function).parameters.values())[is_bound:]
+    placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    takes_all = any(one.kind is one.VAR_POSITIONAL for one in parameters)
+    least = sum(one.default is one.empty for one in placed)
+    return least, None if takes_all else len(placed)
+
+
+@functools.lru_cache(maxsize=1024)
+def step_names(function: Any, name: str, *, is_bound: bool) -> tuple[str, ...]:
+    """Return what a step takes beside the batch, in its order.
+
+    Raises:
+        ConfigurationError: it takes no batch, or needs what there isn't.
+    """
+    parameters = list(inspect.signature(function).parameters.values())[is_bound:]
+    takes_all = any(one.kind is one.VAR_POSITIONAL for one in parameters)
+    named = [
+        one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+    ]
+    if not named and not takes_all:
+        raise ConfigurationError(
+            f"{name} takes no batch. Write def {name}(self, batch, batch_idx)."
+        )
+    found: list[str] = []
+    for place, one in enumerate(named[1:]):
+        if one.name in ("dataloader_idx", "optimizer_idx", "batch_idx"):
+            found.append(one.name)
+        elif place == 0:
+            found.append("batch_idx")
+        elif one.default is one.empty:
+            raise ConfigurationError(
+                f"{name} needs {one.name!r}, which fitkit doesn't have. Write def {name}(self, "
+                "batch, batch_idx)."
+            )
+        else:
+            break
+    return ("batch_idx",) if takes_all and len(named) < 2 else tuple(found)

@@ -1,0 +1,364 @@
+"""LightningModules, trained as they are: their steps, hooks and optimizers, by fitkit's verbs.
+
+`fitkit.Model(module)` makes a `LightningModel` of a `LightningModule`. `lightning` isn't imported:
+such a module is known by the names of its bases. What the module calls is in
+`lightning_services.py`, its hooks in `lightning_hooks.py`. Those around updates are called in
+`lightning_updates.py`, all others in `lightning_watcher.py`. `lightning_trainer.py` has what it
+sees as its trainer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+import fitkit.callbacks
+from fitkit.arguments import describe
+from fitkit.callbacks import CallbackList
+from fitkit.extras.lightning_base import ServedModel, refusal
+from fitkit.extras.lightning_hooks import Hooks
+from fitkit.extras.lightning_services import attach
+from fitkit.extras.lightning_trainer import Trainer
+from fitkit.extras.lightning_updates import HookedScheduler
+from fitkit.extras.lightning_watcher import RatesByEpoch, hooks_updates, watcher_for
+from fitkit.seams import NetAlone, loss_in
+
+PACKAGES = ("lightning", "pytorch_lightning")
+
+STEPS = ("training", "validation", "test", "predict")
+
+LOADERS = {
+    "fit": "train_dataloader",
+    "validate": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+"""Where a module may have the data of a stage."""
+
+SET_UP = (
+    "hooks", "trainer", "hooked_updates", "loader", "_run", "configure_optimizers",
+    "transfer_batch_to_device", "validation_epoch_end", "test_epoch_end",
+    *(f"{stage}_step" for stage in STEPS),
+)  # fmt: skip
+"""What `_set_up` gives a model, and a copy makes again."""
+
+
+class LightningModel(ServedModel):
+    """A model of a `LightningModule`, which says itself how it is trained.
+
+    Args:
+        net: the module.
+    """
+
+    def __init__(self, net: Any = None) -> None:
+        super().__init__(net)
+        vars(self).update(call={}, written=set())
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Serve the module, and have the hooks that its class overrides."""
+        own, module = vars(self), self.net
+        hooks = Hooks(module)
+        own.update(hooks=hooks, trainer=Trainer(self), hooked_updates=None, loader=None)
+        own["_run"] = lambda: None
+        attach(module, self.trainer)
+        for stage in STEPS:
+            if hooks.has(f"{stage}_step"):
+                own[f"{stage}_step"] = getattr(self, f"_{stage}_step")
+        for stage in ("validation", "test"):
+            if hooks.has(f"on_{stage}_epoch_end"):
+                own[f"{stage}_epoch_end"] = partial(self._epoch_end, stage)
+        if hooks.has("configure_optimizers"):
+            own["configure_optimizers"] = self._configured
+        if hooks.moves:
+            own["transfer_batch_to_device"] = self._moved
+
+    # ------------------------------------------------------------------ copies and pickles
+
+    def __getstate__(self) -> dict[str, Any]:
+        settings = {n: v for n, v in self.call.items() if isinstance(v, (int, float, str))}
+        state = {**super().__getstate__(), "call": settings, "written": set(self.written)}
+        return {name: value for name, value in state.items() if name not in SET_UP}
+
+    def _state_for_ranks(self, strategy: object) -> dict[str, Any]:
+        return self.__getstate__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._set_up()
+
+    def __copy__(self) -> LightningModel:
+        made: Any = super().__copy__()
+        made._set_up()
+        return made
+
+    # ------------------------------------------------------------------ the module's own
+
+    @property
+    def automatic_optimization(self) -> bool:
+        """Whether `fit` makes the updates, as the module says."""
+        return bool(self.net.automatic_optimization)
+
+    @automatic_optimization.setter
+    def automatic_optimization(self, value: bool) -> None:
+        self.net.automatic_optimization = value
+
+    @property
+    def hparams(self) -> Any:  # type: ignore[override]
+        """The module's hyperparameters."""
+        return self.net.hparams
+
+    # ------------------------------------------------------------------ the verbs
+
+    def fit(self, x: Any = None, y: Any = None, **arguments: Any) -> Any:
+        """As `Model.fit`. Without data, those of the module's `train_dataloader`."""
+        self._check()
+        given = {"x": x, "y": y, **arguments}
+        self._begin("fit", given)
+        if given["x"] is None:
+            given["x"] = self._loader("fit")
+        holds_out = given.get("validation_split") or given.get("validation_data") is not None
+        if not holds_out and self.hooks.has("validation_step"):
+            given["validation_data"] = self._loader("validate")
+        given["callbacks"] = self._callbacks("fit", arguments.get("callbacks"))
+        self._note(given)
+        found = super().fit(**given)
+        self.hooks.ask("teardown", "fit")
+        return found
+
+    def evaluate(self, x: Any = None, y: Any = None, **arguments: Any) -> Any:
+        """As `Model.evaluate`: by the module's test hooks, or its validation hooks without them.
+
+        Without data, those of its `test_dataloader` or `val_dataloader`.
+        """
+        stage = "test" if self.hooks.has("test_step") else "validate"
+        given = {"x": x, "y": y, **arguments}
+        self._begin(stage, given)
+        if given["x"] is None:
+            given["x"] = self._loader(stage)
+        given["callbacks"] = self._callbacks(stage, arguments.get("callbacks"))
+        self._note(given)
+        found = super().evaluate(**given)
+        self.hooks.ask("teardown", stage)
+        return found
+
+    def predict(self, x: Any = None, **arguments: Any) -> Any:
+        """As `Model.predict`. Without data, those of the module's `predict_dataloader`."""
+        found = super().predict(**self._to_predict(x, arguments))
+        self.hooks.ask("teardown", "predict")
+        return found
+
+    def predict_batches(self, x: Any = None, **arguments: Any) -> Any:
+        """As `Model.predict_batches`. Without data, those of `predict_dataloader`."""
+        return super().predict_batches(**self._to_predict(x, arguments))
+
+    def _to_predict(self, x: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        given = {"x": x, **arguments}
+        self._begin("predict", given)
+        if given["x"] is None:
+            given["x"] = self._loader("predict")
+        given["callbacks"] = self._callbacks("predict", arguments.get("callbacks"))
+        self._note(given)
+        return given
+
+    def _check(self) -> None:
+        """Refuse what doesn't go together.
+
+        Raises:
+            ConfigurationError: with what to write instead.
+        """
+        given, kind = self._fitkit.compilation.given, self.hooks.kind.__name__
+        strategy = self._fitkit.compilation.strategy
+        if self.hooks.has("training_step"):
+            for name in ("loss", "metrics", "weighted_metrics"):
+                if getattr(given, name):
+                    raise refusal(
+                        f"compile was given {name}, but {kind} has a training_step, which computes "
+                        f"its own. Leave out {name}, or train the network inside the module: "
+                        "fitkit.Model(module.net)."
+                    )
+        if strategy.replicates:
+            raise refusal(
+                f"strategy={strategy.name!r} has replicas of a module in one process, which would "
+                f"each call the hooks of {kind}. Write strategy='ddp'."
+            )
+
+    def _begin(self, stage: str, given: dict[str, Any]) -> None:
+        """Call the hooks before a verb's data are needed."""
+        hooks = self.hooks
+        attach(self.net, self.trainer)
+        self._note(given)
+        self.trainer.enter(stage, {"fit": "train"}.get(stage, stage))
+        self.call["configured"] = self._configured_callbacks()
+        if hooks.has("prepare_data"):
+            self._launcher().on_rank_zero("prepare_data", partial(hooks.call, "prepare_data"))
+        hooks.ask("setup", stage)
+        hooks.ask("configure_model")
+
+    def _note(self, given: dict[str, Any]) -> None:
+        """Note what the verb was given, for the trainer."""
+        configured = self.call.get("configured", [])
+        self.call.clear()
+        self.call.update(given, configured=configured)
+
+    def _loader(self, stage: str) -> Any:
+        """Return the module's own data for a stage; None if it has none."""
+        name = LOADERS[stage]
+        if not self.hooks.has(name):
+            return None
+        found = self.hooks.call(name)
+        if isinstance(found, (list, tuple)) and found:
+            if len(found) == 1:
+                return found[0]
+            return {f"dataloader_idx_{number}": one for number, one in enumerate(found)}
+        return found
+
+    def _configured_callbacks(self) -> list[Any]:
+        found = self.hooks.ask("configure_callbacks")
+        if found is None:
+            return []
+        return list(found) if isinstance(found, (list, tuple)) else [found]
+
+    def _callbacks(self, stage: str, given: Any) -> list[Any]:
+        """Return the callbacks of a verb, with those that call the module's hooks first.
+
+        Raises:
+            ConfigurationError: one is Lightning's.
+        """
+        configured = self.call.get("configured", [])
+        for one in configured:
+            refuse_callback(one, "configure_callbacks returned")
+        for one in given if isinstance(given, (list, tuple)) else [given]:
+            refuse_callback(one, "callbacks has")
+        own: list[Any] = [watcher_for(self, stage)]
+        if stage == "fit":
+            own.append(RatesByEpoch())
+        return [*own, *CallbackList([configured, given]).callbacks]
+
+    # ------------------------------------------------------------------ hooks that the core calls
+
+    def _training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        outputs = self.hooks.step("training_step", batch, batch_idx)
+        if self.automatic_optimization:
+            loss = loss_in(outputs)
+            if self.hooked_updates is not None:
+                self.hooked_updates.before_backward(loss)
+            return outputs if loss is None else loss
+        return self._loss_alone(outputs)
+
+    def _validation_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        step = self.hooks.step("validation_step", batch, batch_idx, self.loader or 0)
+        return self._loss_alone(step)
+
+    def _test_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        return self._loss_alone(self.hooks.step("test_step", batch, batch_idx, self.loader or 0))
+
+    def _predict_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        return self.hooks.step("predict_step", batch, batch_idx)
+
+    @staticmethod
+    def _loss_alone(outputs: Any) -> Any:
+        """Return the loss among a step's outputs, which are the module's own business."""
+        loss = loss_in(outputs)
+        return loss if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+
+    def _epoch_end(self, stage: str, outputs: list[Any]) -> None:
+        if stage == "test" or self.trainer.state.fn != "fit" or self._is_last_set():
+            self.hooks.call(f"on_{stage}_epoch_end")
+
+    def _is_last_set(self) -> bool:
+        return self.loader is None or self.loader == len(self.validation_sets) - 1
+
+    def _moved(self, batch: Any, device: torch.device) -> Any:
+        return self.hooks.moved(self, batch)
+
+    # ------------------------------------------------------------------ optimizers
+
+    def _configured(self) -> Any:
+        """Return what the module's `configure_optimizers` does, as fitkit reads it."""
+        returned = self.hooks.call("configure_optimizers")
+        if returned is None:
+            return Idle(self.parameters())
+        several = returned if isinstance(returned, (list, tuple)) else ()
+        if several and isinstance(several[0], (list, tuple)):
+            optimizers, schedulers = several[0], several[1] if len(several) > 1 else []
+            schedulers = schedulers if isinstance(schedulers, (list, tuple)) else [schedulers]
+            returned = list(optimizers), [_by_epoch(one) for one in schedulers if one is not None]
+        elif isinstance(returned, dict):
+            returned = _with_interval(returned)
+        elif several and all(isinstance(one, dict) for one in several):
+            returned = [_with_interval(one) for one in several]
+        return returned
+
+    def _made_optimizers(self) -> list[Optimizer]:
+        before = self._fitkit.fit_state.optimizers
+        made = super()._made_optimizers()
+        state = self._fitkit.fit_state
+        if len(made) > 1 and self.automatic_optimization:
+            raise refusal(
+                f"{self.hooks.kind.__name__}.configure_optimizers returned {len(made)} optimizers. "
+                "Several take turns with automatic_optimization = False, set in __init__: call "
+                "their step in training_step."
+            )
+        if self._configures_optimizers and before is not made and hooks_updates(self):
+            state.schedulers = [
+                plan if isinstance(plan, HookedScheduler) else HookedScheduler.of(plan)
+                for plan in state.schedulers
+            ]
+        return made
+
+    def _fit_begins(self, run: Any) -> None:
+        vars(self)["_run"] = weakref.ref(run)
+        attach(self.net, self.trainer)
+        compiler = self._fitkit.compiler
+        if hooks_updates(self) and compiler is not None and not isinstance(compiler, NetAlone):
+            self._fitkit.compiler = NetAlone(compiler)
+
+
+class Idle(Optimizer):
+    """Stands for no optimizer: it changes nothing.
+
+    Args:
+        parameters: the model's.
+    """
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.0})
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Only call the closure."""
+        return None if closure is None else closure()
+
+
+def _with_interval(entry: dict[str, Any]) -> dict[str, Any]:
+    scheduler = entry.get("lr_scheduler")
+    return entry if scheduler is None else {**entry, "lr_scheduler": _by_epoch(scheduler)}
+
+
+def _by_epoch(scheduler: Any) -> dict[str, Any]:
+    """Return a scheduler with its interval: by Lightning's default, the epoch."""
+    given = scheduler if isinstance(scheduler, dict) else {"scheduler": scheduler}
+    return {"interval": "epoch", **given}
+
+
+def refuse_callback(callback: Any, where: str) -> None:
+    """Refuse a callback of Lightning's.
+
+    Raises:
+        ConfigurationError: with ours of the same name, if there is one.
+    """
+    for kind in type(callback).__mro__:
+        if kind.__module__.partition(".")[0] in PACKAGES and kind.__name__ == "Callback":
+            name = type(callback).__name__
+            has_ours = hasattr(fitkit.callbacks, name)
+            ours = (
+                f"Use fitkit.callbacks.{name}."
+                if has_ours
+                else ("Write a fitkit.callbacks.Callback with the same hooks.")
+            )
+            raise refusal(f"{where} {describe(callback)}, a callback of Lightning's. {ours}")

@@ -1,0 +1,476 @@
+"""What a `LightningModule` sees as `self.trainer`: where the training stands, and its settings."""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from typing import Any
+
+import torch
+
+from fitkit.errors import with_code
+from fitkit.extras.lightning_base import ServedModel
+
+
+class Word(str):
+    """A name that also equals an enum's member of that value, as Lightning's own do."""
+
+    __slots__ = ()
+
+    @property
+    def value(self) -> str:
+        return str(self)
+
+    def __eq__(self, other: object) -> bool:
+        return str(self) == getattr(other, "value", other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+
+class State:
+    """Which verb runs, and which part of it.
+
+    Attributes:
+        fn: `"fit"`, `"validate"`, `"test"`, `"predict"`, or None.
+        stage: `"train"`, `"validate"`, `"test"`, `"predict"`, or None.
+        status: `"initializing"`, `"running"` or `"finished"`.
+    """
+
+    def __init__(self) -> None:
+        self.fn: Word | None = None
+        self.stage: Word | None = None
+        self.status: Word = Word("initializing")
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last verb is over."""
+        return self.status == "finished"
+
+
+class Unknown:
+    """Base of the objects that answer an attribute that they don't have with a sentence."""
+
+    KNOWN_AS = "trainer"
+
+    def __getattr__(self, name: str) -> Any:
+        message = (
+            f"fitkit trains this module, and its {self.KNOWN_AS} has no {name!r}. It has "
+            f"{', '.join(sorted(n for n in dir(type(self)) if n[0].islower()))}."
+        )
+        raise AttributeError(message if name.startswith("_") else with_code(message, "FK084"))
+
+
+class Strategy(Unknown):
+    """What a module may ask of the way in which it is distributed."""
+
+    KNOWN_AS = "trainer.strategy"
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = weakref.ref(trainer)
+
+    @property
+    def _model(self) -> ServedModel:
+        trainer = self._trainer()
+        assert trainer is not None
+        return trainer.model_now
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        return self._model.device
+
+    @property
+    def strategy_name(self) -> str:
+        """The name that `compile` takes."""
+        name: str = self._model._fitkit.compilation.strategy.name
+        return name
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._model.world_size
+
+    @property
+    def global_rank(self) -> int:
+        """The number of this rank."""
+        return self._model.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank on its node."""
+        return self._model.local_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self._model.is_global_zero
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        self._model._fitkit.compilation.strategy.collectives.sums([0.0])
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return a rank's object on all ranks."""
+        return self._model._fitkit.compilation.strategy.collectives.gather(obj)[src]
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Stack the tensors of all ranks."""
+        module: Any = self._model.net
+        return module.all_gather(tensor, sync_grads=sync_grads)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return the mean, or the sum, of a tensor over the ranks."""
+        ranks = self._model._fitkit.compilation.strategy.collectives
+        if ranks.world_size == 1 or not isinstance(tensor, torch.Tensor):
+            return tensor
+        rows = ranks.join_rows(tensor.unsqueeze(0))
+        return rows.sum(0) if str(reduce_op).lower().endswith("sum") else rows.mean(0)
+
+
+class Trainer(Unknown):
+    """The trainer of a module that a fitkit model trains.
+
+    What it has is true while a verb runs. Settings are those of `compile` and of the verb.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model_ref = weakref.ref(model)
+        self.state: State = State()
+        self.strategy: Strategy = Strategy(self)
+        self.values: dict[str, Any] = {}
+
+    @property
+    def fitkit_model(self) -> ServedModel | None:
+        """The model; None when it is gone."""
+        return self._model_ref()
+
+    @property
+    def model_now(self) -> ServedModel:
+        """The model, which must be there."""
+        model = self._model_ref()
+        if model is None:
+            raise RuntimeError("The fitkit.Model of this module is gone. Make a new one of it.")
+        return model
+
+    # ------------------------------------------------------------------ what runs
+
+    def enter(self, fn: str, stage: str) -> None:
+        """Note which verb runs, and which part of it."""
+        self.state.fn, self.state.stage = Word(fn), Word(stage)
+        self.state.status = Word("running")
+
+    def leave(self) -> None:
+        """Note that the verb is over."""
+        self.state.stage, self.state.status = None, Word("finished")
+
+    @property
+    def training(self) -> bool:
+        """Whether training batches are computed."""
+        return self.state.stage == "train"
+
+    @property
+    def validating(self) -> bool:
+        """Whether validation batches are computed."""
+        return self.state.stage == "validate"
+
+    @property
+    def testing(self) -> bool:
+        """Whether `evaluate` runs test steps."""
+        return self.state.stage == "test"
+
+    @property
+    def predicting(self) -> bool:
+        """Whether `predict` runs."""
+        return self.state.stage == "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether validation or test batches are computed."""
+        return self.validating or self.testing
+
+    sanity_checking = False
+    interrupted = False
+    fast_dev_run = False
+    barebones = False
+    overfit_batches = 0.0
+    log_every_n_steps = 50
+    min_epochs = None
+    min_steps = None
+    max_time = None
+    profiler = None
+    reload_dataloaders_every_n_epochs = 0
+    num_sanity_val_steps = 0
+    progress_bar_callback = None
+
+    # ------------------------------------------------------------------ how far
+
+    @property
+    def current_epoch(self) -> int:
+        """The number of the epoch, from 0."""
+        return self.model_now.current_epoch
+
+    @property
+    def global_step(self) -> int:
+        """The number of updates."""
+        return self.model_now.global_step
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the batch is its epoch's last."""
+        return self.model_now.is_last_batch
+
+    @property
+    def max_epochs(self) -> int | None:
+        """The `epochs` of `fit`."""
+        found: int | None = self.model_now.call.get("epochs", 1)
+        return found
+
+    @property
+    def max_steps(self) -> int:
+        """-1: `fit` counts epochs."""
+        return -1
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the training ends after this epoch; to be set."""
+        return bool(self.model_now.stop_training)
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        self.model_now.stop_training = bool(value)
+
+    @property
+    def num_training_batches(self) -> float:
+        """The batches of an epoch on this rank; infinite if unknown."""
+        run: Any = self.model_now.run
+        steps = None if run is None else run.stream.steps
+        return math.inf if steps is None else steps
+
+    @property
+    def estimated_stepping_batches(self) -> float:
+        """The updates of the whole training; infinite if unknown."""
+        batches, epochs = self.num_training_batches, self.max_epochs or 1
+        if batches == math.inf:
+            return math.inf
+        return math.ceil(batches / self.accumulate_grad_batches) * epochs
+
+    @property
+    def num_val_batches(self) -> list[float]:
+        """The batches of each validation set on this rank."""
+        run: Any = self.model_now.run
+        held_out = {} if run is None else run.held_out
+        return [math.inf if one.steps is None else one.steps for one in held_out.values()]
+
+    # ------------------------------------------------------------------ settings
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.model_now.world_size
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of machines."""
+        given: Any = self.model_now._fitkit.compilation.given
+        return int(given.num_nodes)
+
+    @property
+    def num_devices(self) -> int:
+        """The devices of a node."""
+        return max(1, self.world_size // self.num_nodes)
+
+    @property
+    def device_ids(self) -> list[int]:
+        """The indices of the devices."""
+        return self.model_now.device_ids
+
+    @property
+    def global_rank(self) -> int:
+        """The number of this rank."""
+        return self.model_now.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank on its node."""
+        return self.model_now.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """The number of this node."""
+        return self.global_rank // self.num_devices
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.model_now.is_global_zero
+
+    @property
+    def precision(self) -> str:
+        """The precision's name."""
+        name: str = self.model_now._fitkit.compilation.strategy.precision.name
+        return name
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """The batches of an update."""
+        state, given = self.model_now._fitkit.fit_state, self.model_now._fitkit.compilation.given
+        running = state.run is not None
+        found: int = state.accumulate if running else given.accumulate_grad_batches
+        return found
+
+    @property
+    def gradient_clip_val(self) -> float | None:
+        """As `compile` was told."""
+        found: float | None = self.model_now._fitkit.compilation.given.gradient_clip_val
+        return found
+
+    @property
+    def gradient_clip_algorithm(self) -> str:
+        """As `compile` was told."""
+        found: str = self.model_now._fitkit.compilation.given.gradient_clip_algorithm
+        return found
+
+    @property
+    def limit_train_batches(self) -> float:
+        """`steps_per_epoch`, or 1.0 for all."""
+        return self.model_now.call.get("steps_per_epoch") or 1.0
+
+    @property
+    def limit_val_batches(self) -> float:
+        """`validation_steps`, or 1.0 for all."""
+        return self.model_now.call.get("validation_steps") or 1.0
+
+    @property
+    def limit_test_batches(self) -> float:
+        """`steps` of `evaluate`, or 1.0 for all."""
+        return self.model_now.call.get("steps") or 1.0
+
+    limit_predict_batches = limit_test_batches
+
+    @property
+    def val_check_interval(self) -> float:
+        """The part of an epoch after which `fit` validates."""
+        every = self.model_now.call.get("validation_freq", 1)
+        return every if isinstance(every, float) else 1.0
+
+    @property
+    def check_val_every_n_epoch(self) -> int:
+        """The epochs after which `fit` validates."""
+        every = self.model_now.call.get("validation_freq", 1)
+        return every if isinstance(every, int) else 1
+
+    @property
+    def default_root_dir(self) -> str:
+        """The working directory."""
+        return os.getcwd()
+
+    log_dir = default_root_dir
+
+    @property
+    def ckpt_path(self) -> Any:
+        """What `fit` resumes from."""
+        return self.model_now.call.get("resume_from")
+
+    # ------------------------------------------------------------------ objects
+
+    @property
+    def lightning_module(self) -> Any:
+        """The module."""
+        return self.model_now.net
+
+    model = lightning_module
+
+    @property
+    def datamodule(self) -> Any:
+        """The data module that the verb was given; None for other data."""
+        return self.model_now.call.get("datamodule")
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers: torch's own objects."""
+        return list(self.model_now._fitkit.fit_state.optimizers)
+
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        """The schedulers, with their intervals."""
+        return list(self.model_now._fitkit.fit_state.schedulers)
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """The callbacks of the verb: fitkit's."""
+        run: Any = self.model_now.run
+        own = run.callbacks if run is not None else self.model_now.call.get("callbacks", [])
+        return [one for one in own if not type(one).__module__.startswith(HERE)]
+
+    @property
+    def loggers(self) -> list[Any]:
+        """The callbacks that are fitkit's loggers."""
+        return [one for one in self.callbacks if hasattr(one, "log_scalars")]
+
+    @property
+    def logger(self) -> Any:
+        """The first of the loggers; None if there is none."""
+        return next(iter(self.loggers), None)
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        """The first `ModelCheckpoint` of the callbacks; None if there is none."""
+        return next((c for c in self.callbacks if hasattr(c, "best_model_path")), None)
+
+    @property
+    def train_dataloader(self) -> Any:
+        """What `fit` trains on, as it was given."""
+        return self.model_now.call.get("x")
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """What `fit` validates on, as it was given."""
+        return self.model_now.call.get("validation_data")
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """What `evaluate` reads, as it was given."""
+        return self.model_now.call.get("x")
+
+    predict_dataloaders = test_dataloaders
+
+    # ------------------------------------------------------------------ values
+
+    @property
+    def callback_metrics(self) -> dict[str, Any]:
+        """The values logged so far, as tensors."""
+        model, found = self.model_now, dict(self.values)
+        context: Any = model._fitkit.contexts.current
+        if context is not None:
+            found.update(context.logged.results())
+        for name in [name for name in found if name.endswith("_epoch")]:
+            if f"{name[:-6]}_step" in found:
+                found.setdefault(name[:-6], found[name])
+        return {
+            name: torch.as_tensor(value, dtype=torch.get_default_dtype())
+            for name, value in found.items()
+            if isinstance(value, (int, float, torch.Tensor))
+        }
+
+    logged_metrics = callback_metrics
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """The values that the progress bar shows."""
+        hidden = self.model_now._fitkit.hidden_names
+        return {n: float(v) for n, v in self.callback_metrics.items() if n not in hidden}
+
+    def save_checkpoint(self, filepath: Any, weights_only: Any = None, **others: Any) -> None:
+        """Save the model, as `model.save` does."""
+        self.model_now.save(filepath)
+
+
+HERE = "fitkit.extras.lightning_"

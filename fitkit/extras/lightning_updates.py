@@ -1,0 +1,393 @@
+"""The updates of a `LightningModule`: its hooks at each batch, in Lightning's order.
+
+`HookedUpdates` stands in the place of what `fit` trains by, and calls that. The updates themselves
+stay fitkit's: how gradients of batches and ranks are weighed, accumulated, scaled and exchanged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from fitkit import trees
+from fitkit.errors import ConfigurationError, warn_once
+from fitkit.extras.lightning_base import ServedModel, refusal
+from fitkit.seams import Applier, Batch, PlannedScheduler, ScaledApplier, Update, Updates, loss_in
+
+AROUND_UPDATES = (
+    "on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "optimizer_zero_grad",
+    "on_before_backward", "backward", "on_after_backward", "on_before_optimizer_step",
+    "configure_gradient_clipping", "clip_gradients", "optimizer_step", "lr_scheduler_step",
+)  # fmt: skip
+"""Hooks that are called at the batches of a training."""
+
+
+@dataclasses.dataclass
+class HookedScheduler(PlannedScheduler):
+    """A scheduler that moves when Lightning would move it. `Rates` leaves it alone.
+
+    Attributes:
+        every: `"epoch"`, or `"step"` for each batch with an update. `frequency` counts the batches
+            of an epoch, or epochs.
+    """
+
+    every: str = "epoch"
+
+    @classmethod
+    def of(cls, plan: PlannedScheduler) -> HookedScheduler:
+        """Return a plan that moves as Lightning would move it."""
+        values = {one.name: getattr(plan, one.name) for one in dataclasses.fields(PlannedScheduler)}
+        return cls(**{**values, "interval": "hooks"}, every=plan.interval)
+
+
+class HookedUpdates:
+    """Trains by batches as `fit` does, with the module's hooks around each.
+
+    Args:
+        model: the model.
+        updates: what makes the updates.
+        steps: the batches of an epoch; None if unknown.
+
+    Attributes:
+        batch_idx: the number of the current batch in the epoch.
+        is_last: whether it is the epoch's last.
+    """
+
+    def __init__(self, model: ServedModel, updates: Updates, steps: int | None) -> None:
+        self._model, self._hooks, self._steps = model, model.hooks, steps
+        self._update: HookedUpdate | None = None
+        if isinstance(updates, Update):
+            updates = self._update = HookedUpdate(updates, model)
+        self._updates = updates
+        self.batch_idx: int = 0
+        self.is_last: bool = False
+        self._ends = False  # a hook has ended the epoch
+        self._ahead: list[Any] = []
+
+    def peekable(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        batches = self._updates.peekable(batches)
+        self._ends = self.is_last = False
+        return self._until_ended(batches if self._steps is not None else self._with_end(batches))
+
+    def _until_ended(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            yield batch
+            if self._ends:
+                return
+
+    def _with_end(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Return the batches, and know which is the last, by reading one ahead."""
+        ahead = next(batches, None)
+        while ahead is not None:
+            batch, ahead = ahead, next(batches, None)
+            self.is_last = ahead is None
+            yield batch
+
+    def __call__(self, batch: Batch, index: int) -> None:
+        model, hooks = self._model, self._hooks
+        self.batch_idx = index
+        if self._steps is not None:
+            self.is_last = index + 1 == self._steps
+        moved = hooks.begin_batch(model, batch.data) if hooks.moves else None
+        self._ends = hooks.ask("on_train_batch_start", moved, index) == -1
+        if not self._ends:
+            self._updates(batch, index)
+            if self.is_last and self._update is not None:
+                self._update.finish()
+        self.is_last = self.is_last or self._ends
+        self.move_rates("step", watching=False)
+        if self.is_last:
+            self.move_rates("epoch", watching=False)
+        if not self._ends:
+            hooks.ask("on_train_batch_end", self._outputs(), moved, index)
+            self.move_rates("step", watching=True)
+        hooks.forget_batch()
+
+    def _outputs(self) -> dict[str, Any]:
+        """Return what the step returned, as `on_train_batch_end` gets it."""
+        outputs, loss = self._hooks.outputs, loss_in(self._hooks.outputs)
+        if outputs is None:
+            return {}
+        found = dict(outputs) if isinstance(outputs, Mapping) else {}
+        if self._update is not None and isinstance(loss, torch.Tensor):
+            loss = loss / self._update.accumulate
+        found = {"loss": loss, **{key: value for key, value in found.items() if key != "loss"}}
+        return {
+            key: value.detach() if isinstance(value, torch.Tensor) else value
+            for key, value in trees.map_leaves(_detached, found).items()
+        }
+
+    # ------------------------------------------------------------------ learning rates
+
+    def move_rates(
+        self, every: str, *, watching: bool, values: Mapping[str, Any] | None = None
+    ) -> None:
+        """Move the schedulers whose interval has ended.
+
+        Args:
+            every: the interval.
+            watching: whether those that watch a value move, or all others.
+            values: those of the epoch.
+        """
+        model = self._model
+        state = model._fitkit.fit_state
+        if not state.schedulers or not model.automatic_optimization:
+            return
+        if every == "step" and not self._updates.is_between_updates:
+            return
+        past = 1 + (self.batch_idx if every == "step" else model.current_epoch)
+        for plan in state.schedulers:
+            if not isinstance(plan, HookedScheduler) or plan.every != every:
+                continue
+            if plan.watches == watching and past % plan.frequency == 0:
+                self._move(plan, values)
+
+    def _move(self, plan: HookedScheduler, values: Mapping[str, Any] | None) -> None:
+        scheduler, metric = plan.scheduler, None
+        if plan.watches:
+            values = self._model.trainer.callback_metrics if values is None else values
+            monitor = plan.monitor or ("val_loss" if "val_loss" in values else "loss")
+            metric = values.get(monitor, values.get(f"{monitor}_epoch"))
+            if metric is None:
+                problem = (
+                    f"lr_scheduler monitors {monitor!r}, but the logs have {', '.join(values)}."
+                )
+                if plan.strict:
+                    raise ConfigurationError(problem, code="FK030")
+                warn_once(f"{problem} The scheduler waits until the logs have it.")
+                return
+        total = getattr(scheduler, "total_steps", None)
+        if self._hooks.has("lr_scheduler_step"):
+            self._hooks.call("lr_scheduler_step", scheduler, metric)
+        elif metric is not None:
+            scheduler.step(metric)
+        elif total is None or scheduler.last_epoch + 1 < total:
+            scheduler.step()
+
+    # ------------------------------------------------------------------ as Updates
+
+    @property
+    def is_between_updates(self) -> bool:
+        return self._updates.is_between_updates
+
+    def before_backward(self, loss: torch.Tensor | None) -> None:
+        """Call the hooks between a step and its backward."""
+        if self._update is not None:
+            self._update.before_backward(loss, self.batch_idx)
+
+    def flush(self) -> None:
+        self._updates.flush()
+
+    def finish(self) -> None:
+        self._updates.finish()
+
+
+def _detached(leaf: object) -> object:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+class HookedUpdate(Update):
+    """Makes one optimizer's updates, with the module's hooks in them.
+
+    Args:
+        eager: whose place it takes, with all that belongs to it.
+        model: the model.
+    """
+
+    def __init__(self, eager: Update, model: ServedModel) -> None:
+        vars(self).update(vars(eager))
+        self._model, self._hooks = model, model.hooks
+        self._backward_pending = False
+        self.apply: Any = HookedApplier(eager.apply, self)
+        if self._hooks.has("backward"):
+            if self._strategy.engine is not None:
+                raise refusal(
+                    f"{self._hooks.kind.__name__} overrides backward, but strategy="
+                    f"{self._strategy.name!r} computes gradients itself. Use 'ddp'.",
+                )
+            own: Callable[..., Any] = partial(self._hooks.call, "backward")
+            self.backward = own
+            if self._scaling is not None:
+                self.backward = partial(self._scaling.backward, through=own)
+
+    def begin(self) -> None:
+        if self._batches or not self._hooks.has("optimizer_zero_grad"):
+            super().begin()
+            return
+        before = [parameter.grad for parameter in self.parameters]
+        super().begin()
+        for parameter, gradient in zip(self.parameters, before, strict=True):
+            parameter.grad = gradient  # the hook decides
+
+    def before_backward(self, loss: torch.Tensor | None, index: int) -> None:
+        """Call the hooks between a step and its backward."""
+        hooks = self._hooks
+        if self._batches == 0:
+            hooks.ask("on_before_zero_grad", self.optimizer)
+            hooks.ask("optimizer_zero_grad", self._model.current_epoch, index, self.optimizer)
+        if loss is not None:
+            hooks.ask("on_before_backward", loss)
+            self._backward_pending = True
+
+    def after_backward(self) -> None:
+        """Call the hook after a backward, unless that is done."""
+        if self._backward_pending:
+            self._backward_pending = False
+            self._hooks.ask("on_after_backward")
+
+    def __call__(self, batch: Batch, index: int, **options: Any) -> Any:
+        completes = self._batches + 1 == self.accumulate or self._model.is_last_batch
+        if not (completes and self._hooks.has("optimizer_step")):
+            return self._learned(batch, index, **options)
+        step = OptimizerStep(self, partial(self._learned, batch, index, **options))
+        self._hooks.call(
+            "optimizer_step", self._model.current_epoch, index, step.optimizer, step.closure
+        )
+        return None
+
+    def _learned(self, batch: Batch, index: int, **options: Any) -> Any:
+        outcome = super().__call__(batch, index, **options)
+        if outcome.loss is None and self.accumulate == 1 and self._is_alone:
+            self.apply()  # there are no gradients, but it counts
+        self.after_backward()
+        return outcome
+
+    def _backward_part(
+        self, loss: torch.Tensor, count: float | torch.Tensor, weight: float | torch.Tensor
+    ) -> None:
+        if self._carrier is None or self._exchanges or not self._hooks.has("backward"):
+            super()._backward_part(loss, count, weight)
+            return
+        carrier = self._carrier
+        total = loss * torch.as_tensor(weight, dtype=loss.dtype, device=loss.device)
+        scale = 1.0 if self._scaling is None else self._scaling.scaler.get_scale()
+        self.backward(total + (carrier * (count / scale)).to(total.dtype))
+
+
+class HookedApplier:
+    """Makes updates as an `Applier` does, with the module's hooks before them.
+
+    Args:
+        applier: makes the updates.
+        update: the update that it belongs to.
+
+    Attributes:
+        waits: whether a hook of the module's decides when the update is made.
+        is_ready: whether gradients wait for that.
+    """
+
+    def __init__(self, applier: Applier, update: HookedUpdate) -> None:
+        self._applier, self._update = applier, update
+        self._hooks = update._hooks
+        given = update._model._fitkit.compilation.given
+        self._clips = self._hooks.has("configure_gradient_clipping", "clip_gradients")
+        self._clipping = given.gradient_clip_val, given.gradient_clip_algorithm
+        if self._clips:
+            applier._clip_value = None  # the hook clips
+        self.waits: bool = False
+        self.is_ready: bool = False
+
+    def __call__(self) -> None:
+        self._update.after_backward()
+        if self.waits:
+            self.is_ready = True
+            return
+        self.make()
+
+    def make(self) -> None:
+        """Call the hooks before an update, and make it."""
+        self.is_ready = False
+        applier, optimizer = self._applier, self._applier.optimizer
+        looks = self._clips or self._hooks.has("on_before_optimizer_step")
+        if looks and isinstance(applier, ScaledApplier):
+            applier.scaling.unscale(optimizer, applier.parameters)
+        self._hook_before_step()
+        applier()
+
+    def _hook_before_step(self) -> None:
+        optimizer = self._applier.optimizer
+        self._hooks.ask("on_before_optimizer_step", optimizer)
+        if self._clips:
+            value, algorithm = self._clipping
+            module: Any = self._hooks.module
+            self._hooks.run(
+                "configure_gradient_clipping",
+                module.configure_gradient_clipping,
+                optimizer,
+                gradient_clip_val=value,
+                gradient_clip_algorithm=algorithm,
+            )
+
+    def clip(self) -> None:
+        """Clip the gradients, in the closure of an optimizer that computes them itself."""
+        self._update.after_backward()
+        self._hook_before_step()
+        self._applier.clip()
+
+    def with_closure(self, closure: Callable[[], torch.Tensor]) -> None:
+        """Make an update by an optimizer that computes gradients itself, any number of times."""
+        self._applier.with_closure(closure)
+
+    def count(self) -> None:
+        """Count an update."""
+        self._applier.count()
+
+
+class OptimizerStep:
+    """A batch's update as the hook `optimizer_step` may make it.
+
+    Args:
+        update: makes it.
+        learn: computes the batch's loss and gradients.
+
+    Attributes:
+        optimizer: whose `step` makes the update.
+    """
+
+    def __init__(self, update: HookedUpdate, learn: Callable[[], Any]) -> None:
+        self._update, self._learn = update, learn
+        self.optimizer: Any = SteppingOptimizer(update.optimizer, self.step)
+
+    def closure(self) -> torch.Tensor | None:
+        """Compute the batch's loss and gradients."""
+        applier = self._update.apply
+        applier.waits = True
+        try:
+            outcome = self._learn()
+            if self._update.step is not None and self._update._model.is_last_batch:
+                self._update.finish()
+        finally:
+            applier.waits = False
+        return None if outcome.loss is None else outcome.loss.detach()
+
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Make the update, after the closure if one is given."""
+        found = None if closure is None else closure()
+        if self._update.apply.is_ready:
+            self._update.apply.make()
+        return found
+
+
+class SteppingOptimizer:
+    """An optimizer for hooks: all is the optimizer's own but its step.
+
+    Args:
+        optimizer: the optimizer.
+        step: what makes its step.
+    """
+
+    def __init__(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
+        self.optimizer = self._optimizer = optimizer
+        self.step = step
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self.optimizer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["optimizer"], name)

@@ -1,0 +1,193 @@
+"""The hooks of a `LightningModule` around fitkit's verbs, in Lightning's order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fitkit.extras.lightning_base import ServedModel
+from fitkit.extras.lightning_hooks import TRANSFERS
+from fitkit.extras.lightning_updates import AROUND_UPDATES, HookedUpdates
+from fitkit.seams import Callback, Logs
+
+
+def hooks_updates(model: ServedModel) -> bool:
+    """Return whether something is around each update, so that it isn't compiled as a whole."""
+    return model.hooks.has(*AROUND_UPDATES, *TRANSFERS) or model._fitkit.compiler is None
+
+
+class Watcher(Callback):
+    """Calls a module's hooks of a run: all but those at the batches of a training.
+
+    The first of a run's callbacks, so that what hooks log is there for the others.
+
+    Args:
+        stage: of the verb, by Lightning's name: `"fit"`, `"validate"`, `"test"`, `"predict"`.
+    """
+
+    model: ServedModel
+    stops_alike = True
+    each_batch = True
+
+    def __init__(self, stage: str) -> None:
+        self.stage = stage
+
+    # ------------------------------------------------------------------ fit
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self.model.trainer.enter(self.stage, "train")
+        self.add_cleanup(self.model.trainer.leave)
+        self._take_updates()
+        hooks = self.model.hooks
+        hooks.ask("on_fit_start")
+        hooks.ask("on_train_start")
+
+    def _take_updates(self) -> None:
+        """Put the module's hooks around the run's updates, until the run ends."""
+        model = self.model
+        if not hooks_updates(model):
+            return
+        run = model.run
+        run.update = HookedUpdates(model, run.update, run.epoch_steps)
+        vars(model)["hooked_updates"] = run.update
+        self.add_cleanup(vars(model).update, hooked_updates=None)
+        if not model.automatic_optimization and model.hooks.has("on_before_optimizer_step"):
+            for optimizer in model._fitkit.fit_state.optimizers:
+                handle = optimizer.register_step_pre_hook(
+                    lambda one, *arguments: model.hooks.call("on_before_optimizer_step", one)
+                )
+                self.add_cleanup(handle.remove)
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        self.model.written.clear()
+        self.model.hooks.ask("on_train_epoch_start")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.as_written(logs)
+        self.model.trainer.values.update(logs)
+        self.model.hooks.ask("on_train_epoch_end")
+
+    def on_validation_within_epoch(self, batch: int, logs: Any = None) -> None:
+        self.model.as_written(logs)
+        self.model.trainer.values.update(logs)
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        hooks = self.model.hooks
+        hooks.ask("on_train_end")
+        hooks.ask("on_fit_end")
+
+    # ------------------------------------------------------------------ evaluate, validations
+
+    @property
+    def _evaluated(self) -> str:
+        return "test" if self.stage == "test" else "validation"
+
+    def _place(self) -> tuple[bool, bool, int | None]:
+        """Whether a validation's set is the first and the last of several, and its number."""
+        sets = self.model.validation_sets
+        number = sets.index(self.params["validation_set"]) if len(sets) > 1 else None
+        return not number, number in (None, len(sets) - 1), number
+
+    def on_test_begin(self, logs: Logs | None = None) -> None:
+        hooks, stage = self.model.hooks, self._evaluated
+        is_first, _, self.model.loader = self._place()
+        self.model.trainer.enter(self.stage, "validate" if stage == "validation" else "test")
+        if is_first:
+            if self.stage == "fit":
+                hooks.ask("on_validation_model_zero_grad")
+            hooks.ask(f"on_{stage}_model_eval")
+            hooks.ask(f"on_{stage}_start")
+            hooks.ask(f"on_{stage}_epoch_start")
+
+    def on_test_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        self._begin_batch(self._evaluated, batch)
+
+    def on_test_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        self._end_batch(self._evaluated, batch)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        hooks, stage = self.model.hooks, self._evaluated
+        _, is_last, _ = self._place()
+        self.model.trainer.values.update(logs)
+        if is_last:
+            hooks.ask(f"on_{stage}_end")
+            hooks.ask(f"on_{stage}_model_train")
+        if self.stage == "fit":
+            self.model.trainer.enter("fit", "train")
+
+    # ------------------------------------------------------------------ predict
+
+    def on_predict_begin(self, logs: Logs | None = None) -> None:
+        hooks = self.model.hooks
+        self.model.trainer.enter(self.stage, "predict")
+        hooks.ask("on_predict_model_eval")
+        hooks.ask("on_predict_start")
+        hooks.ask("on_predict_epoch_start")
+
+    def on_predict_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        self._begin_batch("predict", batch)
+
+    def on_predict_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        self._end_batch("predict", batch)
+
+    def on_predict_end(self, logs: Logs | None = None) -> None:
+        hooks = self.model.hooks
+        hooks.ask("on_predict_epoch_end")
+        hooks.ask("on_predict_end")
+
+    # ------------------------------------------------------------------ batches of a pass
+
+    def _begin_batch(self, stage: str, index: int) -> None:
+        model = self.model
+        context: Any = model._fitkit.contexts.current
+        moved = model.hooks.begin_batch(model, context.batch.data)
+        model.hooks.at_batch(f"on_{stage}_batch_start", moved, index, loader=model.loader)
+
+    def _end_batch(self, stage: str, index: int) -> None:
+        model = self.model
+        context: Any = model._fitkit.contexts.current
+        hooks = model.hooks
+        batch = hooks.moved(model, context.batch.data)
+        hooks.at_batch(f"on_{stage}_batch_end", hooks.outputs, batch, index, loader=model.loader)
+        hooks.forget_batch()
+
+
+def watcher_for(model: ServedModel, stage: str) -> Watcher:
+    """Return a watcher whose class has only the hooks at batches that the module needs."""
+    hooks = model.hooks
+    left_out = [
+        name
+        for name, stages in (("test", ("validation", "test")), ("predict", ("predict",)))
+        if not hooks.has(*(f"on_{one}_batch_{when}" for one in stages for when in ("start", "end")))
+    ]
+    return LEAN[tuple(left_out)](stage)
+
+
+def _without(*stages: str) -> type[Watcher]:
+    names = [f"on_{stage}_batch_{when}" for stage in stages for when in ("begin", "end")]
+    body: dict[str, Any] = {name: getattr(Callback, name) for name in names}
+    body["__module__"] = __name__
+    name = "Watcher" + "".join(f"Without{stage.title()}" for stage in stages)
+    made = type(name, (Watcher,), body)
+    globals()[name] = made  # so that pickles find it
+    return made
+
+
+LEAN: dict[tuple[str, ...], type[Watcher]] = {
+    (): Watcher,
+    ("test",): _without("test"),
+    ("predict",): _without("predict"),
+    ("test", "predict"): _without("test", "predict"),
+}
+"""Watchers without the hooks at batches of these stages, which then cost nothing."""
+
+
+class RatesByEpoch(Callback):
+    """Moves the schedulers that watch a value, after the epoch's last hook of the module."""
+
+    model: ServedModel
+    stops_alike = True
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        updates = self.model.hooked_updates
+        if updates is not None:
+            updates.move_rates("epoch", watching=True, values=logs)
