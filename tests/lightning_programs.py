@@ -18,6 +18,8 @@ import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import fitkit
+
 ROWS, SIZE, CLASSES = 96, 16, 3
 
 
@@ -583,3 +585,16 @@ def by_trainer(program: Program, epochs: int = 3) -> tuple[Any, dict[str, list[f
     else:
         trainer.fit(module, data, validation)
     return module, logged.values
+
+
+def by_fitkit(
+    program: Program, epochs: int = 3, devices: int = 1
+) -> tuple[Any, dict[str, list[float]]]:
+    """Train by fitkit's verbs; the trained module, and the logged values by name."""
+    module, data, validation = program.made()
+    model = fitkit.Model(module)
+    model.compile(accelerator="cpu", devices=devices, **program.settings)
+    if isinstance(validation, list):
+        validation = {f"dataloader_idx_{n}": one for n, one in enumerate(validation)}
+    history = model.fit(data, epochs=epochs, validation_data=validation, verbose=0)
+    return module, history.history
