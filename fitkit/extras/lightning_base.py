@@ -8,7 +8,7 @@ from typing import Any
 from fitkit.errors import ConfigurationError
 from fitkit.extras.lightning_hooks import Hooks
 from fitkit.model import Model
-from fitkit.seams import validation_name
+from fitkit.seams import OpenedData, validation_name
 
 AT_STEPS = frozenset(
     {
@@ -62,6 +62,10 @@ class ServedModel(Model):
     def run(self) -> Any:
         """The running `fit`; None without one."""
         return self._run()
+
+    def opened_data(self, arguments: Any) -> OpenedData:
+        """Return the loaders of the verb's data module, which is set up."""
+        raise NotImplementedError
 
     @property
     def validation_sets(self) -> list[str]:

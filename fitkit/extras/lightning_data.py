@@ -7,7 +7,7 @@ Nothing is imported from Lightning: classes are known by their names and modules
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,10 @@ import torch
 
 from fitkit.errors import CheckpointError, ConfigurationError
 from fitkit.extras.combined import CombinedLoader
-from fitkit.seams import Callback, Logs, Module, OpenedData, guest_of, has_own_steps
-
-PACKAGES = ("lightning", "pytorch_lightning")
+from fitkit.extras.lightning_base import ServedModel
+from fitkit.extras.lightning_hooks import TRANSFERS, defines, is_lightnings
+from fitkit.extras.lightning_trainer import Trainer
+from fitkit.seams import Callback, Logs, Module, OpenedData, has_own_steps
 
 LOADERS = {"fit": "train", "evaluate": "test", "predict": "predict"}
 """What begins the name of the loader that a verb reads."""
@@ -25,26 +26,78 @@ LOADERS = {"fit": "train", "evaluate": "test", "predict": "predict"}
 STAGES = {"train": "fit", "val": "validate", "test": "test", "predict": "predict"}
 """What `setup` and `teardown` get, by a loader's name."""
 
-TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+class DataModule:
+    """A data module in a verb: its hooks before the ranks begin, in Lightning's order.
+
+    Args:
+        model: the model of the verb.
+        module: the data module.
+        verb: `"fit"`, `"evaluate"` or `"predict"`.
+        validates: whether `evaluate` validates, as of a module without test hooks. Default: it
+            tests, unless the data module has no loader for that.
+
+    Attributes:
+        stage: what `setup` and `teardown` get.
+        follower: follows the call on each rank.
+
+    Raises:
+        ConfigurationError: the data module has no loader for the verb.
+    """
+
+    def __init__(self, model: Module, module: Any, verb: str, *, validates: bool = False) -> None:
+        self.model, self.module, self.verb = model, module, verb
+        name = LOADERS[verb]
+        if verb == "evaluate" and (validates or not defines(module, "test_dataloader")):
+            name = "val"
+        if not defines(module, f"{name}_dataloader"):
+            raise refusal(
+                f"{type(module).__name__} has no {name}_dataloader, from which {verb} reads. "
+                f"Define it, or give {verb} a loader."
+            )
+        self._loader = f"{name}_dataloader"
+        self.transfer: Callable[[Any, torch.device], Any] | None = transfer_of(model, module)
+        is_compiled = model._fitkit.compilation.given.jit_compile is not False
+        if self.transfer is not None and is_compiled and has_own_steps(model, "training"):
+            raise refusal(
+                f"{type(module).__name__} moves batches itself, which jit_compile can't compile "
+                "together with a training_step. Leave out one of the two."
+            )
+        self.stage: str = STAGES[name]
+        self.follower = DataModuleState(module, self.stage)
+        self.follower.set_model(model)
+
+    def prepare(self) -> None:
+        """Prepare the data, in one process or in one of each node."""
+        prepare(self.model, self.module, self.module.prepare_data)
+
+    def set_up(self) -> None:
+        """Make the data sets."""
+        self.module.setup(self.stage)
+
+    def opened(self, arguments: Any, *, validates: bool = True) -> OpenedData:
+        """Return the loaders of the call with these arguments.
+
+        Args:
+            validates: whether `fit` validates on the data module's loaders.
+        """
+        module = self.module
+        if getattr(arguments, "resumed", None) is not None:
+            self.follower.restore(arguments.resumed.callbacks)
+        x, held_out = getattr(module, self._loader)(), None
+        if self.verb != "fit":
+            x = only_loader(x, self.verb, self._loader)
+        else:
+            x = training_data(x)
+            validates = validates and arguments.validation_data is None
+            if validates and defines(module, "val_dataloader"):
+                held_out = validation_data(module.val_dataloader())
+        return OpenedData(x, held_out, self.follower, self.transfer)
 
 
-def is_lightnings(value: object, name: str) -> bool:
-    """Whether a value is of Lightning's class of that name, in either of its packages."""
-    return any(
-        kind.__name__ == name and kind.__module__.partition(".")[0] in PACKAGES
-        for kind in type(value).__mro__
-    )
-
-
-def defines(thing: Any, name: str) -> bool:
-    """Whether a method of a data module, or a LightningModule, is the user's own."""
-    if name in vars(thing):
-        return True
-    home = next((kind for kind in type(thing).__mro__ if name in vars(kind)), None)
-    if home is None:
-        return False
-    package, _, rest = home.__module__.partition(".")
-    return package not in PACKAGES or not rest.removeprefix("pytorch.").startswith("core.")
+def is_data_module(value: object) -> bool:
+    """Whether a value is a `LightningDataModule`."""
+    return is_lightnings(value, "LightningDataModule")
 
 
 def opened(model: Module, verb: str, arguments: Any) -> OpenedData | None:
@@ -60,54 +113,36 @@ def opened(model: Module, verb: str, arguments: Any) -> OpenedData | None:
     Raises:
         ConfigurationError: the data module has no loader for the verb.
     """
-    module = arguments.x
-    if not is_lightnings(module, "LightningDataModule"):
+    if not is_data_module(arguments.x):
         return None
-    name = LOADERS[verb]
-    if verb == "evaluate" and not defines(module, "test_dataloader"):
-        name = "val"
-    if not defines(module, f"{name}_dataloader"):
-        raise refusal(
-            f"{type(module).__name__} has no {name}_dataloader, from which {verb} reads. Define "
-            f"it, or give {verb} a loader."
-        )
-    transfer = transfer_of(model, module)
-    is_compiled = model._fitkit.compilation.given.jit_compile is not False
-    if transfer is not None and is_compiled and has_own_steps(model, "training"):
-        raise refusal(
-            f"{type(module).__name__} moves batches itself, which jit_compile can't compile "
-            "together with a training_step. Leave out one of the two."
-        )
-    stage = STAGES[name]
-    follower = DataModuleState(module, stage)
-    module.trainer = trainer_of(model, module)
-    prepare(model, module)
-    module.setup(stage)
-    if getattr(arguments, "resumed", None) is not None:
-        follower.restore(arguments.resumed.callbacks)
-    x, held_out = getattr(module, f"{name}_dataloader")(), None
-    x = training_data(x) if verb == "fit" else only_loader(x, verb, f"{name}_dataloader")
-    if verb == "fit" and arguments.validation_data is None and defines(module, "val_dataloader"):
-        held_out = validation_data(module.val_dataloader())
-    module.trainer = None  # each rank has its own
-    return OpenedData(x, held_out, follower, transfer)
+    if isinstance(model, ServedModel):  # has called the hooks, between those of its module
+        return model.opened_data(arguments)
+    data = DataModule(model, arguments.x, verb)
+    data.prepare()
+    data.set_up()
+    return data.opened(arguments)
 
 
-def prepare(model: Module, module: Any) -> None:
-    """Call `prepare_data` in one process, or in one of each node, while the others wait."""
+def prepare(model: Module, module: Any, hook: Callable[[], object]) -> None:
+    """Call `prepare_data` in one process, or in one of each node, while the others wait.
+
+    Args:
+        module: a data module, or a LightningModule, which says in how many.
+        hook: its `prepare_data`.
+    """
     strategy = model._fitkit.compilation.strategy
     if strategy.reads_on_rank_zero and strategy.collectives.world_size == 1:
-        module.prepare_data()  # this process has all data, and no rank is there yet
+        hook()  # this process has all data, and no rank is there yet
     else:
-        model._launcher().launch("prepare_data", prepare_here, model, module)
+        per_node = getattr(module, "prepare_data_per_node", True)
+        model._launcher().launch("prepare_data", prepare_here, model, hook, per_node)
 
 
-def prepare_here(model: Module, module: Any) -> None:
+def prepare_here(model: Module, hook: Callable[[], object], per_node: bool) -> None:
     """Prepare the data where this rank has to; return when all ranks have come so far."""
     strategy = model._fitkit.compilation.strategy
-    per_node = getattr(module, "prepare_data_per_node", True)
     if (strategy.world.local_rank if per_node else strategy.world.rank) == 0:
-        module.prepare_data()
+        hook()
     strategy.collectives.gather(None)
 
 
@@ -222,51 +257,74 @@ def only_loader(loaders: Any, verb: str, name: str) -> Any:
 # ---------------------------------------------------------------------- batches on their way
 
 
-def transfer_of(model: Module, module: Any) -> Any:
+def transfer_of(model: Module, module: Any) -> Callable[[Any, torch.device], Any] | None:
     """Return how a data module moves batches; None where it has no hooks for them."""
     if not any(defines(module, name) for name in TRANSFERS):
         return None
+    if isinstance(model, ServedModel):
+        return partial(moved_between, model)
     return partial(moved, model, module)
 
 
-def moved(model: Module, module: Any, batch: Any, device: torch.device) -> Any:
-    """Move a batch by the hooks of a data module, and where it has none by those of the model.
+def moved_between(model: ServedModel, batch: Any, device: torch.device) -> Any:
+    """Move a batch by the hooks of a data module and of a LightningModule."""
+    return model.hooks.moved(model, batch)
 
-    As in Lightning, the data module's hook goes before that of the LightningModule.
-    """
-    guest = guest_of(model)
-    net = None if guest is None else guest.given
-    before, move, after = (
-        next((one for one in (module, net) if one is not None and defines(one, name)), None)
-        for name in TRANSFERS
-    )
-    if before is not None:
-        batch = before.on_before_batch_transfer(batch, 0)
-    if move is not None:
-        batch = move.transfer_batch_to_device(batch, device, 0)
+
+def moved(model: Module, module: Any, batch: Any, device: torch.device) -> Any:
+    """Move a batch by the hooks of a data module, or of the model where it has none."""
+    before, move, after = TRANSFERS
+    if defines(module, before):
+        batch = module.on_before_batch_transfer(batch, 0)
+    if defines(module, move):
+        batch = module.transfer_batch_to_device(batch, device, 0)
     else:
         batch = model.transfer_batch_to_device(batch, device)
-    return batch if after is None else after.on_after_batch_transfer(batch, 0)
+    return module.on_after_batch_transfer(batch, 0) if defines(module, after) else batch
+
+
+# ---------------------------------------------------------------------- the trainer
+
+
+class Served:
+    """A model without a module of Lightning's, as a trainer asks it.
+
+    Args:
+        model: the model.
+        module: the data module, which has the trainer.
+    """
+
+    is_last_batch = False
+
+    def __init__(self, model: Module, module: Any) -> None:
+        self._model = model
+        self.call: dict[str, Any] = {"datamodule": module}
+
+    @property
+    def run(self) -> Any:
+        """The running `fit`; None without one."""
+        return self._model._fitkit.fit_state.run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class OwnTrainer(Trainer):
+    """The trainer of a data module that a model without a module of Lightning's reads."""
+
+    def __init__(self, model: Module, module: Any) -> None:
+        served: Any = Served(model, module)
+        super().__init__(served)
+        self._served = served  # the base has a weak reference
+
+
+def trainer_of(model: Module, module: Any) -> Any:
+    """Return what a data module sees as its trainer."""
+    if isinstance(model, ServedModel):
+        model.call["datamodule"] = module
+        return model.trainer
+    return OwnTrainer(model, module)
 
 
 def refusal(message: str) -> ConfigurationError:
     return ConfigurationError(message, code="FK090")
-
-
-class Place:
-    """What a data module may ask its trainer, until the model's own is here."""
-
-    def __init__(self, model: Module, module: Any) -> None:
-        self.model, self.datamodule = model, module
-
-    @property
-    def global_rank(self) -> int:
-        return self.model.global_rank
-
-    @property
-    def world_size(self) -> int:
-        return self.model._fitkit.compilation.strategy.world.size
-
-
-def trainer_of(model: Module, module: Any) -> Any:
-    return Place(model, module)

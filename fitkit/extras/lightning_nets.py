@@ -21,14 +21,19 @@ import fitkit.callbacks
 from fitkit.arguments import describe
 from fitkit.callbacks import CallbackList
 from fitkit.extras.lightning_base import ServedModel, refusal
-from fitkit.extras.lightning_hooks import Hooks
+from fitkit.extras.lightning_data import (
+    DataModule,
+    is_data_module,
+    prepare,
+    training_data,
+    validation_data,
+)
+from fitkit.extras.lightning_hooks import PACKAGES, Hooks, defines
 from fitkit.extras.lightning_services import attach
 from fitkit.extras.lightning_trainer import Trainer
 from fitkit.extras.lightning_updates import HookedScheduler
 from fitkit.extras.lightning_watcher import RatesByEpoch, hooks_updates, watcher_for
-from fitkit.seams import NetAlone, loss_in
-
-PACKAGES = ("lightning", "pytorch_lightning")
+from fitkit.seams import NetAlone, OpenedData, loss_in
 
 STEPS = ("training", "validation", "test", "predict")
 
@@ -41,7 +46,7 @@ LOADERS = {
 """Where a module may have the data of a stage."""
 
 SET_UP = (
-    "hooks", "trainer", "hooked_updates", "loader", "_run", "configure_optimizers",
+    "data", "hooks", "trainer", "hooked_updates", "loader", "_run", "configure_optimizers",
     "transfer_batch_to_device", "validation_epoch_end", "test_epoch_end",
     *(f"{stage}_step" for stage in STEPS),
 )  # fmt: skip
@@ -53,7 +58,12 @@ class LightningModel(ServedModel):
 
     Args:
         net: the module.
+
+    Attributes:
+        data: the data module that the verb was given; None for other data.
     """
+
+    data: DataModule | None
 
     def __init__(self, net: Any = None) -> None:
         super().__init__(net)
@@ -65,6 +75,7 @@ class LightningModel(ServedModel):
         own, module = vars(self), self.net
         hooks = Hooks(module)
         own.update(hooks=hooks, trainer=Trainer(self), hooked_updates=None, loader=None)
+        own["data"] = None
         own["_run"] = lambda: None
         attach(module, self.trainer)
         for stage in STEPS:
@@ -123,6 +134,7 @@ class LightningModel(ServedModel):
         if given["x"] is None:
             given["x"] = self._loader("fit")
         holds_out = given.get("validation_split") or given.get("validation_data") is not None
+        holds_out = holds_out or (self.data is not None and defines(x, "val_dataloader"))
         if not holds_out and self.hooks.has("validation_step"):
             given["validation_data"] = self._loader("validate")
         given["callbacks"] = self._callbacks("fit", arguments.get("callbacks"))
@@ -192,19 +204,41 @@ class LightningModel(ServedModel):
         """Call the hooks before a verb's data are needed."""
         hooks = self.hooks
         attach(self.net, self.trainer)
+        self.data = self._data_module(stage, given["x"])
         self._note(given)
         self.trainer.enter(stage, {"fit": "train"}.get(stage, stage))
         self.call["configured"] = self._configured_callbacks()
+        if self.data is not None:
+            self.data.prepare()
         if hooks.has("prepare_data"):
-            self._launcher().on_rank_zero("prepare_data", partial(hooks.call, "prepare_data"))
+            prepare(self, self.net, partial(hooks.call, "prepare_data"))
+        if self.data is not None:
+            self.data.set_up()
         hooks.ask("setup", stage)
         hooks.ask("configure_model")
+
+    def _data_module(self, stage: str, x: Any) -> DataModule | None:
+        """Return a data module that the verb was given; None for other data."""
+        if not is_data_module(x):
+            return None
+        verb = {"validate": "evaluate", "test": "evaluate"}.get(stage, stage)
+        return DataModule(self, x, verb, validates=stage == "validate")
+
+    def opened_data(self, arguments: Any) -> OpenedData:
+        """Return the loaders of the verb's data module, which is set up."""
+        assert self.data is not None
+        found = self.data.opened(arguments, validates=self.hooks.has("validation_step"))
+        self.call["x"] = found.x
+        if found.validation_data is not None:
+            self.call["validation_data"] = found.validation_data
+        return found
 
     def _note(self, given: dict[str, Any]) -> None:
         """Note what the verb was given, for the trainer."""
         configured = self.call.get("configured", [])
         self.call.clear()
         self.call.update(given, configured=configured)
+        self.call["datamodule"] = None if self.data is None else self.data.module
 
     def _loader(self, stage: str) -> Any:
         """Return the module's own data for a stage; None if it has none."""
@@ -212,11 +246,7 @@ class LightningModel(ServedModel):
         if not self.hooks.has(name):
             return None
         found = self.hooks.call(name)
-        if isinstance(found, (list, tuple)) and found:
-            if len(found) == 1:
-                return found[0]
-            return {f"dataloader_idx_{number}": one for number, one in enumerate(found)}
-        return found
+        return training_data(found) if stage == "fit" else validation_data(found)
 
     def _configured_callbacks(self) -> list[Any]:
         found = self.hooks.ask("configure_callbacks")

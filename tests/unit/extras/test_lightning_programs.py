@@ -28,7 +28,7 @@ def test_a_program_trains_as_by_lightnings_trainer(name):
     program = PROGRAMS[name]
     theirs, expected = by_trainer(program)
     ours, found = by_fitkit(program)
-    assert difference(ours, theirs) <= 1e-6
+    assert difference(ours, theirs) == 0.0
     for value in program.logged:
         assert found[value] == pytest.approx(expected[value], rel=1e-5, abs=1e-6), value
 
