@@ -22,6 +22,11 @@ def points(rows, seed):
     return TensorDataset(x, x.sum(1, keepdim=True))
 
 
+def word(stage):
+    """A stage's name, of which Lightning has an enum."""
+    return getattr(stage, "value", stage)
+
+
 class Module(pl.LightningDataModule):
     """Serves points, and notes the hooks that are called."""
 
@@ -33,7 +38,7 @@ class Module(pl.LightningDataModule):
         self.calls.append("prepare_data")
 
     def setup(self, stage):
-        self.calls.append(f"setup {stage}")
+        self.calls.append(f"setup {word(stage)}")
         self.train, self.val = points(ROWS, 0), points(20, 1)
 
     def train_dataloader(self):
@@ -45,7 +50,7 @@ class Module(pl.LightningDataModule):
         return DataLoader(self.val, batch_size=8)
 
     def teardown(self, stage):
-        self.calls.append(f"teardown {stage}")
+        self.calls.append(f"teardown {word(stage)}")
 
     def on_exception(self, exception):
         self.calls.append(f"exception {type(exception).__name__}")
@@ -288,3 +293,157 @@ def test_torchs_own_data_sets_in_lightnings_package_stay_data_sets():
     made = fitkit.Model(torch.nn.Linear(4, 1))
     made.compile(accelerator="cpu", devices=1)
     assert made.predict(rows, verbose=0).shape == (16, 1)
+
+
+# ---------------------------------------------------------------------- beside a LightningModule
+
+
+class Net(pl.LightningModule):
+    """A module that notes its hooks in the list of its data module."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.net, self.calls = torch.nn.Linear(4, 1), calls
+        self.seen = []
+
+    def note(self, name, stage=""):
+        self.calls.append(f"module {name} {word(stage)}".rstrip())
+
+    def prepare_data(self):
+        self.note("prepare_data")
+
+    def setup(self, stage):
+        self.note("setup", stage)
+
+    def configure_callbacks(self):
+        self.note("configure_callbacks")
+        return []
+
+    def configure_optimizers(self):
+        self.note("configure_optimizers")
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+    def on_fit_end(self):
+        self.note("on_fit_end")
+
+    def teardown(self, stage):
+        self.note("teardown", stage)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return (self.net(x) - y).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val_loss", (self.net(x) - y).square().mean())
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0])
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.seen.append(float(batch[0].sum()))
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        x, y = batch
+        return x + 1, y
+
+
+class Moving(Module):
+    """Moves batches by its own hook, and leaves what follows to the module."""
+
+    predict_dataloader = Module.val_dataloader
+
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        x, y = super().transfer_batch_to_device(batch, device, dataloader_idx)
+        return 2 * x, y
+
+
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
+
+
+def nets():
+    for data in (Moving(), Moving()):
+        torch.manual_seed(0)
+        yield Net(data.calls), data
+
+
+def test_the_hooks_of_both_come_in_lightnings_order_with_its_numbers():
+    (theirs, their_data), (ours, our_data) = nets()
+    trainer = pl.Trainer(max_epochs=2, **QUIET)
+    trainer.fit(theirs, datamodule=their_data)
+    model = fitkit.Model(ours)
+    model.compile(accelerator="cpu", devices=1)
+    history = model.fit(our_data, epochs=2, verbose=0)
+
+    def hooks(calls):
+        # fitkit has the loaders before the optimizers, Lightning after them.
+        return [call for call in calls if not call.endswith(("loader", "optimizers"))]
+
+    assert hooks(ours.calls) == hooks(theirs.calls)
+    assert sorted(ours.calls) == sorted(theirs.calls)
+    assert ours.seen == theirs.seen
+    assert torch.equal(ours.net.weight, theirs.net.weight)
+    expected = float(trainer.callback_metrics["val_loss"])
+    assert history.history["val_loss"][-1] == pytest.approx(expected, abs=1e-6)
+    assert ours.trainer.datamodule is our_data and our_data.trainer is ours.trainer
+
+
+@pytest.mark.parametrize(("verb", "theirs"), [("evaluate", "validate"), ("predict", "predict")])
+def test_other_verbs_read_the_loader_of_their_stage(verb, theirs):
+    (one, first), (two, second) = nets()
+    expected = getattr(pl.Trainer(**QUIET), theirs)(one, datamodule=first)
+    model = fitkit.Model(two)
+    model.compile(accelerator="cpu", devices=1)
+    if verb == "evaluate":
+        found = model.evaluate(second, verbose=0, return_dict=True)
+        assert found["val_loss"] == pytest.approx(expected[0]["val_loss"], abs=1e-6)
+    else:
+        np.testing.assert_array_equal(model.predict(second, verbose=0), torch.cat(expected))
+    assert two.calls == one.calls
+
+
+def test_two_processes_train_a_module_on_a_data_module_as_one(workers):
+    class Wide(Moving):
+        def train_dataloader(self):
+            return DataLoader(self.train, batch_size=16)
+
+    torch.manual_seed(0)
+    one = Net([])
+    model = fitkit.Model(one)
+    model.compile(accelerator="cpu", devices=1)
+    expected = model.fit(Wide(), epochs=2, verbose=0).history
+    torch.manual_seed(0)
+    two = Net([])
+    model = fitkit.Model(two)
+    model.compile(accelerator="cpu", devices=2)
+    found = model.fit(Moving(), epochs=2, verbose=0).history
+    torch.testing.assert_close(two.net.weight, one.net.weight, atol=1e-6, rtol=0)
+    assert found["val_loss"] == pytest.approx(expected["val_loss"], abs=1e-6)
+
+
+def test_a_module_that_validates_nothing_leaves_the_validation_loader_alone():
+    class Training(Net):
+        validation_step = pl.LightningModule.validation_step
+
+    data = Moving()
+    model = fitkit.Model(Training([]))
+    model.compile(accelerator="cpu", devices=1)
+    assert set(model.fit(data, verbose=0).history) == {"loss"}
+    assert "val_dataloader" not in data.calls
+
+
+def test_the_data_modules_validation_loader_goes_before_the_modules():
+    class Both(Net):
+        def val_dataloader(self):
+            raise AssertionError("not this one")
+
+    model = fitkit.Model(Both([]))
+    model.compile(accelerator="cpu", devices=1)
+    assert "val_loss" in model.fit(Moving(), verbose=0).history
