@@ -30,7 +30,7 @@ from fitkit.data.sources import check_is_one_set, first_inputs
 from fitkit.distributed.launchers import InlineLauncher, Launcher
 from fitkit.distributed.precision import Precision
 from fitkit.distributed.strategies import Strategy
-from fitkit.errors import ArgumentTypeError
+from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.fit_state import FitState
 from fitkit.guests import (
     as_net,
@@ -128,6 +128,8 @@ class Model(Module):
             raise ArgumentTypeError(
                 f"net is the class {net.__name__}, not a network. Write {net.__name__}(…)."
             )
+        if (kind := model_kind(net)) is not None and not isinstance(self, kind):
+            _check_wraps(type(self), net)
         net = as_net(net)
         if net is not None and not isinstance(net, nn.Module):
             raise ArgumentTypeError(f"net={describe(net)} must be a torch.nn.Module.")
@@ -1171,6 +1173,20 @@ def load_model(path: FilePath, net: nn.Module = None) -> Model:  # type: ignore[
             f"net is already a fitkit.Model. Write net.load({describe(path)}) instead."
         )
     return restored_model(path, net, Model)
+
+
+def _check_wraps(kind: type[Model], net: Any) -> None:
+    """Refuse a subclass that would pass over its net's own training step.
+
+    Raises:
+        ConfigurationError: with what to write instead.
+    """
+    if kind.training_step is Module.training_step and hasattr(net, "training_step"):
+        raise ConfigurationError(
+            f"{type(net).__name__} has its own training_step, which {kind.__name__} doesn't call. "
+            f"Write fitkit.Model(net), or define {kind.__name__}.training_step.",
+            code="FK083",
+        )
 
 
 def _prepared(model: Model, verb: str, arguments: Arguments) -> Arguments:

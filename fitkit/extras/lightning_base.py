@@ -8,7 +8,7 @@ from typing import Any
 from fitkit.errors import ConfigurationError
 from fitkit.extras.lightning_hooks import Hooks
 from fitkit.model import Model
-from fitkit.seams import OpenedData, validation_name
+from fitkit.seams import OpenedData, make_source, validation_name
 
 AT_STEPS = frozenset(
     {
@@ -68,6 +68,26 @@ class ServedModel(Model):
         raise NotImplementedError
 
     @property
+    def batches_of_epoch(self) -> int | None:
+        """The training batches of an epoch on this rank; None if unknown."""
+        if self.run is not None:
+            steps: int | None = self.run.stream.steps
+            return steps
+        if (given := self.call.get("steps_per_epoch")) is not None:
+            return int(given)
+        if (x := self.call.get("x")) is None:
+            return None
+        if x is self.call.get("datamodule"):  # asked before the loaders are made, as in setup
+            x = x.train_dataloader()
+        source = make_source(
+            x, self.call.get("y"), None, batch_size=self.call.get("batch_size", 32)
+        )
+        ranks = self._fitkit.compilation.strategy.data_rank_count
+        if ranks == 1 or source.samples is None or source.batch_size is None:
+            return source.steps
+        return -(-source.samples // (ranks * source.batch_size))
+
+    @property
     def validation_sets(self) -> list[str]:
         """The names of the running fit's validation sets; a single one's is empty."""
         return list(getattr(self.run, "held_out", ()))
@@ -114,7 +134,7 @@ class ServedModel(Model):
             options["sync_dist"] = False  # an epoch's value is that of all ranks
         context = self._fitkit.contexts.current
         if getattr(context, "name", None) == "validation":
-            if add_dataloader_idx and self.loader is not None:
+            if add_dataloader_idx and self.loader is not None and hook not in AT_EPOCHS:
                 name = f"{name}/dataloader_idx_{self.loader}"
             self.written.add(name)
         self.log(name, value, on_step=on_step, on_epoch=on_epoch, **options)

@@ -6,10 +6,13 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
+from fitkit import trees
 from fitkit.errors import ConfigurationError
 from fitkit.seams import Module
 
@@ -165,8 +168,14 @@ class Hooks:
         source, found = getattr(self._threads, "moved", (None, None))
         if source is batch and batch is not None:
             return found
-        before, move, after = (self._transfer(model, name) for name in TRANSFERS)
-        found = batch if before is None else before(batch, 0)
+        precision = model._fitkit.compilation.strategy.precision
+        before, move, after = hooks = [self._transfer(model, name) for name in TRANSFERS]
+        found = batch
+        if any(hooks) and precision.name in ("64-true", "16-true", "bf16-true"):
+            dtype = precision.input_dtype(model)
+            found = trees.map_leaves(partial(_as_float, dtype=dtype), found)
+        if before is not None:
+            found = before(found, 0)
         context = model._fitkit.contexts.current
         assert context is not None
         found = context.transferred(found) if move is None else move(found, model.device, 0)
@@ -178,12 +187,17 @@ class Hooks:
         if data is not None and defines(data, name):
             found: Callable[..., Any] = getattr(data, name)
             return found
-        return functools.partial(self.call, name) if self.has(name) else None
+        return partial(self.call, name) if self.has(name) else None
 
     def forget_batch(self) -> None:
         """Let a batch's memory go, and what its step returned."""
         self._threads.moved = None, None
         self._threads.outputs = None
+
+
+def _as_float(leaf: Any, dtype: torch.dtype) -> Any:
+    is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    return leaf.to(dtype) if is_float else leaf
 
 
 @functools.lru_cache(maxsize=1024)

@@ -10,7 +10,6 @@ sees as its trainer.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -31,7 +30,7 @@ from fitkit.extras.lightning_data import (
 from fitkit.extras.lightning_hooks import PACKAGES, Hooks, defines
 from fitkit.extras.lightning_services import attach
 from fitkit.extras.lightning_trainer import Trainer
-from fitkit.extras.lightning_updates import HookedScheduler
+from fitkit.extras.lightning_updates import HookedScheduler, Idle
 from fitkit.extras.lightning_watcher import RatesByEpoch, hooks_updates, watcher_for
 from fitkit.seams import NetAlone, OpenedData, loss_in
 
@@ -124,6 +123,11 @@ class LightningModel(ServedModel):
         """The module's hyperparameters."""
         return self.net.hparams
 
+    @property
+    def validates(self) -> bool:
+        """Whether `fit` validates, if it has data for that."""
+        return self.hooks.has("validation_step") or not self.hooks.has("training_step")
+
     # ------------------------------------------------------------------ the verbs
 
     def fit(self, x: Any = None, y: Any = None, **arguments: Any) -> Any:
@@ -134,9 +138,14 @@ class LightningModel(ServedModel):
         if given["x"] is None:
             given["x"] = self._loader("fit")
         holds_out = given.get("validation_split") or given.get("validation_data") is not None
-        holds_out = holds_out or (self.data is not None and defines(x, "val_dataloader"))
-        if not holds_out and self.hooks.has("validation_step"):
+        has_set = self.data is not None and defines(x, "val_dataloader")
+        if self.validates and not (holds_out or has_set):
             given["validation_data"] = self._loader("validate")
+        elif holds_out and not self.validates:
+            raise refusal(
+                f"fit was given validation data, but {self.hooks.kind.__name__} has no "
+                "validation_step. Define it, or leave the data out."
+            )
         given["callbacks"] = self._callbacks("fit", arguments.get("callbacks"))
         self._note(given)
         found = super().fit(**given)
@@ -227,7 +236,7 @@ class LightningModel(ServedModel):
     def opened_data(self, arguments: Any) -> OpenedData:
         """Return the loaders of the verb's data module, which is set up."""
         assert self.data is not None
-        found = self.data.opened(arguments, validates=self.hooks.has("validation_step"))
+        found = self.data.opened(arguments, validates=self.validates)
         self.call["x"] = found.x
         if found.validation_data is not None:
             self.call["validation_data"] = found.validation_data
@@ -348,21 +357,6 @@ class LightningModel(ServedModel):
         compiler = self._fitkit.compiler
         if hooks_updates(self) and compiler is not None and not isinstance(compiler, NetAlone):
             self._fitkit.compiler = NetAlone(compiler)
-
-
-class Idle(Optimizer):
-    """Stands for no optimizer: it changes nothing.
-
-    Args:
-        parameters: the model's.
-    """
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.0})
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Only call the closure."""
-        return None if closure is None else closure()
 
 
 def _with_interval(entry: dict[str, Any]) -> dict[str, Any]:

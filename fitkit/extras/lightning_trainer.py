@@ -254,8 +254,7 @@ class Trainer(Unknown):
     @property
     def num_training_batches(self) -> float:
         """The batches of an epoch on this rank; infinite if unknown."""
-        run: Any = self.model_now.run
-        steps = None if run is None else run.stream.steps
+        steps = self.model_now.batches_of_epoch
         return math.inf if steps is None else steps
 
     @property
@@ -283,8 +282,8 @@ class Trainer(Unknown):
     @property
     def num_nodes(self) -> int:
         """The number of machines."""
-        given: Any = self.model_now._fitkit.compilation.given
-        return int(given.num_nodes)
+        given = self.model_now._fitkit.compilation.given.num_nodes
+        return given if isinstance(given, int) else 1
 
     @property
     def num_devices(self) -> int:

@@ -45,6 +45,21 @@ class HookedScheduler(PlannedScheduler):
         return cls(**{**values, "interval": "hooks"}, every=plan.interval)
 
 
+class Idle(Optimizer):
+    """Stands for no optimizer: it changes nothing.
+
+    Args:
+        parameters: the model's.
+    """
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.0})
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Only call the closure."""
+        return None if closure is None else closure()
+
+
 class HookedUpdates:
     """Trains by batches as `fit` does, with the module's hooks around each.
 
@@ -245,9 +260,12 @@ class HookedUpdate(Update):
         if not (completes and self._hooks.has("optimizer_step")):
             return self._learned(batch, index, **options)
         step = OptimizerStep(self, partial(self._learned, batch, index, **options))
+        updates = self._fit_state.updates
         self._hooks.call(
             "optimizer_step", self._model.current_epoch, index, step.optimizer, step.closure
         )
+        if self._fit_state.updates == updates:
+            self._fit_state.updates += 1  # as Lightning counts, whatever the hook has done
         return None
 
     def _learned(self, batch: Batch, index: int, **options: Any) -> Any:
@@ -263,10 +281,23 @@ class HookedUpdate(Update):
         if self._carrier is None or self._exchanges or not self._hooks.has("backward"):
             super()._backward_part(loss, count, weight)
             return
-        carrier = self._carrier
-        total = loss * torch.as_tensor(weight, dtype=loss.dtype, device=loss.device)
-        scale = 1.0 if self._scaling is None else self._scaling.scaler.get_scale()
-        self.backward(total + (carrier * (count / scale)).to(total.dtype))
+        counts = torch.as_tensor(count, dtype=self._carrier.dtype, device=self._carrier.device)
+        self.backward(_Counted.apply(loss * weight, self._carrier, counts))
+
+
+class _Counted(torch.autograd.Function):
+    """Gives a loss, whose backward also gives the carrier its count, however the hook scales it."""
+
+    @staticmethod
+    def forward(
+        context: Any, loss: torch.Tensor, carrier: torch.Tensor, counts: torch.Tensor
+    ) -> torch.Tensor:
+        context.counts = counts
+        return loss.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return gradient, context.counts, None
 
 
 class HookedApplier:

@@ -64,7 +64,7 @@ class Watcher(Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.model.as_written(logs)
         self.model.trainer.values.update(logs)
-        self.model.hooks.ask("on_train_epoch_end")
+        self.model.hooks.ask("on_train_epoch_end")  # what it logs is in the logs after it
 
     def on_validation_within_epoch(self, batch: int, logs: Any = None) -> None:
         self.model.as_written(logs)
@@ -188,6 +188,7 @@ class RatesByEpoch(Callback):
     stops_alike = True
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.trainer.values.update(logs)
         updates = self.model.hooked_updates
         if updates is not None:
             updates.move_rates("epoch", watching=True, values=logs)

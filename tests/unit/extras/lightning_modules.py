@@ -5,6 +5,7 @@ import inspect
 
 import lightning.pytorch as pl
 import torch
+import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -39,6 +40,9 @@ class Net(pl.LightningModule):
         return nn.functional.mse_loss(self(batch[0]), batch[1])
 
     def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
         return self.loss(batch)
 
     def configure_optimizers(self):
@@ -138,3 +142,219 @@ def trained_by_lightning(module, train, *, seed=2, epochs=2, validation=None, **
     torch.manual_seed(seed)
     trainer.fit(module, train, validation)
     return trainer
+
+
+class Momentum(Net):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        rate = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, 0.1, total_steps=self.trainer.estimated_stepping_batches + 1
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rate, "interval": "step"}}
+
+
+class Plateau(Net):
+    def validation_step(self, batch, batch_idx):
+        self.log("seen", self.loss(batch))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        rate = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+        return {"optimizer": optimizer, "lr_scheduler": rate, "monitor": "seen"}
+
+
+class ByFrequency(Net):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        rate = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return [optimizer], [{"scheduler": rate, "interval": "step", "frequency": 2}]
+
+
+class Newton(Net):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+class WarmedUp(Net):
+    """Sets its rate in `optimizer_step`, and leaves out an update."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * min(1.0, (self.trainer.global_step + 1) / 4)
+        if batch_idx == 1:
+            optimizer_closure()
+        else:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+
+class OwnBackward(Net):
+    def backward(self, loss):
+        (2 * loss).backward()
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="value")
+
+
+class KeptGradients(Net):
+    """Sums the gradients of two batches itself."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+    def on_before_optimizer_step(self, optimizer):
+        for parameter in self.parameters():
+            parameter.grad.mul_(0.5)
+
+
+class Skipping(Net):
+    """Leaves out batches in both ways."""
+
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx == 1 else {"loss": self.loss(batch), "count": 5}
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == 3 and self.current_epoch == 0 else None
+
+
+class Frozen(Net):
+    """A part stays in evaluation mode, and doesn't learn."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).requires_grad_(False)
+        self.backbone.eval()
+
+    def forward(self, x):
+        return self.net(self.backbone(x))
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.net.parameters(), lr=0.01)
+
+
+class Moved(Net):
+    """Its batches are dicts, which its hooks make and change."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return {"x": batch[0], "y": batch[1]}
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return {**batch, "x": 2 * batch["x"]}
+
+    def loss(self, batch):
+        return nn.functional.mse_loss(self(batch["x"]), batch["y"])
+
+
+class WithoutIndex(Net):
+    def training_step(self, batch):
+        return self.loss(batch)
+
+
+class WithoutOptimizer(Net):
+    def configure_optimizers(self):
+        return None
+
+
+class Adversarial(Net):
+    """Two optimizers take turns, each with its own part."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.critic = nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        self.toggle_optimizer(first)
+        made = -self.critic(self(batch[0])).mean() + self.loss(batch)
+        first.zero_grad()
+        self.manual_backward(made)
+        self.clip_gradients(first, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        first.step()
+        self.untoggle_optimizer(first)
+        self.toggle_optimizer(second)
+        judged = (self.critic(self(batch[0]).detach()) - self.critic(batch[1])).mean()
+        second.zero_grad()
+        self.manual_backward(judged)
+        second.step()
+        self.untoggle_optimizer(second)
+        self.log_dict({"made": made, "judged": judged}, prog_bar=True)
+        if self.trainer.is_last_batch:
+            self.lr_schedulers().step()
+
+    def configure_optimizers(self):
+        first = torch.optim.Adam(self.net.parameters(), lr=0.01)
+        second = torch.optim.SGD(self.critic.parameters(), lr=0.01)
+        return [first, second], [torch.optim.lr_scheduler.StepLR(first, 1, 0.5)]
+
+
+class Parts(Net):
+    """A module in the module, which learns too."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Net()
+
+    def forward(self, x):
+        return self.net(x) + self.inner(x)
+
+    def training_step(self, batch, batch_idx):
+        assert self.inner.trainer is self.trainer
+        return self.loss(batch)
+
+
+class Logged(Net):
+    """Logs in all ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.error = torchmetrics.MeanSquaredError()
+        self.others = torchmetrics.MetricCollection(
+            {"train/mae": torchmetrics.MeanAbsoluteError(), "mse": torchmetrics.MeanSquaredError()}
+        )
+
+    def log(self, name, value, **options):
+        super().log(f"m_{name}", value, **options)
+
+    def on_train_start(self):
+        self.log("at_start", 7.0)
+
+    def on_train_epoch_start(self):
+        self.log("begun", float(self.current_epoch))
+
+    def training_step(self, batch, batch_idx):
+        loss, predicted = self.loss(batch), self(batch[0])
+        self.log("train_loss", loss)
+        self.log("both", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("ptl/epoch", loss, on_step=False, on_epoch=True)
+        self.log("weighted", loss, on_step=False, on_epoch=True, batch_size=batch_idx + 1)
+        self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx=torch.max)
+        self.others.update(predicted, batch[1])
+        self.log_dict(self.others, on_step=False, on_epoch=True)
+        return loss
+
+    def on_before_zero_grad(self, optimizer):
+        self.log("updates", float(self.global_step))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("ended", outputs["loss"] * 2)
+
+    def on_train_epoch_end(self):
+        self.log("epoch_ended", 1.5)
+
+    def validation_step(self, batch, batch_idx):
+        predicted = self(batch[0])
+        self.error(predicted, batch[1])
+        self.log("valid_error", self.error)
+        self.log("mean", predicted.mean())
+        self.log("step", predicted.mean(), on_step=True, on_epoch=True)
+        return {"predicted": predicted}
+
+    def on_validation_batch_end(self, outputs, batch, batch_idx):
+        self.log("outputs", outputs["predicted"].std())
+
+    def on_validation_epoch_end(self):
+        self.log("validated", 2.5)
+
+    def test_step(self, batch, batch_idx):
+        self.log_dict({"test_loss": self.loss(batch), "acc": 1.0})

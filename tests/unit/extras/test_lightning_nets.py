@@ -1,13 +1,17 @@
 """LightningModules, trained as Lightning's own Trainer trains them."""
 
+import copy
+import pickle
 
 import pytest
 import torch
 
 import fitkit
+from fitkit.distributed.launchers.workers import end_workers
 
 pytest.importorskip("lightning")
 
+from tests.unit.extras import lightning_modules as modules
 from tests.unit.extras.lightning_modules import (
     TRAINER,
     Recorded,
@@ -20,11 +24,25 @@ from tests.unit.extras.lightning_modules import (
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+ALONE = {"devices": 1, "accelerator": "cpu"}
+TWO = {"devices": 2, "accelerator": "cpu", "strategy": "ddp_spawn"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_workers_left():
+    yield
+    end_workers()
+
+
+def model_of(module, **compiled):
+    model = fitkit.Model(module)
+    model.compile(**{**ALONE, **compiled})
+    return model
+
 
 def trained(module, train, *, seed=2, epochs=2, validation=None, **compiled):
     """Train a module by fitkit; return the model."""
-    model = fitkit.Model(module)
-    model.compile(**{"devices": 1, "accelerator": "cpu", **compiled})
+    model = model_of(module, **compiled)
     torch.manual_seed(seed)
     model.fit(train, validation_data=validation, epochs=epochs, verbose=0)
     return model
@@ -39,17 +57,19 @@ def assert_equal_weights(one, other, atol=0.0):
 # ---------------------------------------------------------------------- the order of hooks
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("kind", [Recorded, RecordedManual])
-def test_fit_calls_the_hooks_in_lightnings_order(kind, accumulate):
-    if kind is RecordedManual and accumulate > 1:
-        pytest.skip("manual optimization has no accumulation")
-    theirs, ours = made(kind)
-    options = {"accumulate_grad_batches": accumulate}
-    if kind is Recorded:
-        options["gradient_clip_val"] = 0.5
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_fit_calls_the_hooks_in_lightnings_order(accumulate):
+    theirs, ours = made(Recorded)
+    options = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
     trained_by_lightning(theirs, loader(), validation=loader(8, 4), **options)
     trained(ours, loader(), validation=loader(8, 4), **options)
+    assert ours.calls == theirs.calls
+
+
+def test_a_manual_training_calls_the_hooks_in_lightnings_order():
+    theirs, ours = made(RecordedManual)
+    trained_by_lightning(theirs, loader(), validation=loader(8, 4))
+    trained(ours, loader(), validation=loader(8, 4))
     assert ours.calls == theirs.calls
     assert_equal_weights(ours, theirs)
 
@@ -59,10 +79,358 @@ def test_evaluate_and_predict_call_the_hooks_in_lightnings_order():
     trainer = pl.Trainer(**TRAINER)
     (tested,) = trainer.test(theirs, loader(16), verbose=False)
     expected = trainer.predict(theirs, loader(16))
-    model = fitkit.Model(ours)
-    model.compile(devices=1, accelerator="cpu")
+    model = model_of(ours)
     values = model.evaluate(loader(16), verbose=0, return_dict=True)
     predicted = model.predict(loader(16), verbose=0, as_numpy=False)
     assert ours.calls == theirs.calls
     assert values["test_loss"] == pytest.approx(tested["test_loss"])
     torch.testing.assert_close(predicted, torch.cat(expected), rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------------- numbers
+
+KINDS = [
+    "Net", "Momentum", "Plateau", "ByFrequency", "Newton", "WarmedUp", "OwnBackward",
+    "KeptGradients", "Skipping", "Frozen", "Moved", "WithoutIndex", "WithoutOptimizer",
+    "Adversarial", "Parts", "Logged",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_weights_are_those_of_the_trainer(kind):
+    theirs, ours = made(getattr(modules, kind))
+    # An epoch that a hook ends has no validation in Lightning, and so draws other numbers.
+    data, held_out = loader(40), None if kind == "Skipping" else loader(8, 4)
+    trainer = trained_by_lightning(theirs, data, epochs=3, validation=held_out)
+    model = trained(ours, data, epochs=3, validation=held_out)
+    assert_equal_weights(ours, theirs)
+    assert model.global_step == trainer.global_step
+    for rate, expected in zip(model.trainer.optimizers, trainer.optimizers, strict=True):
+        if kind != "WithoutOptimizer":
+            assert rate.param_groups[0]["lr"] == expected.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        {"precision": "bf16-mixed"},
+        {"precision": "64-true"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+@pytest.mark.parametrize("kind", ["Net", "Recorded"])
+def test_settings_mean_what_they_mean_to_the_trainer(kind, options):
+    theirs, ours = made(getattr(modules, kind))
+    data = loader(32)
+    trained_by_lightning(theirs, data, validation=loader(8, 4), **options)
+    trained(ours, data, validation=loader(8, 4), **options)
+    assert_equal_weights(ours, theirs)
+
+
+def test_logged_values_are_those_of_the_trainer():
+    theirs, ours = made(modules.Logged)
+    data, held_out = loader(20), loader(10, 4)
+    trainer = trained_by_lightning(theirs, data, validation=held_out)
+    model = trained(ours, data, validation=held_out)
+    expected = trainer.callback_metrics
+    found = model.trainer.callback_metrics
+    assert expected.keys() <= found.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6, msg=name)
+    (tested,) = trainer.test(theirs, held_out, verbose=False)
+    values = model.evaluate(held_out, verbose=0, return_dict=True)
+    assert values == pytest.approx(tested)
+
+
+# ---------------------------------------------------------------------- processes, files, copies
+
+
+@pytest.mark.parametrize(
+    "kind", ["Momentum", "Plateau", "OwnBackward", "Moved", "Adversarial", "WarmedUp", "Recorded"]
+)
+def test_two_processes_train_as_one(kind):
+    one, two = made(getattr(modules, kind))
+    for module in (one, two):
+        for part in module.modules():
+            if isinstance(part, torch.nn.Dropout):
+                part.p = 0.0
+    first = trained(one, loader(32, 8), validation=loader(9, 4))
+    second = trained(two, loader(32, 4), validation=loader(9, 4), **TWO)
+    assert_equal_weights(two, one, atol=1e-6)
+    assert second.global_step == first.global_step
+    for name in {"loss", "val_loss", "seen"} & first.history.history.keys():
+        values = first.history.history[name]
+        assert second.history.history[name] == pytest.approx(values, abs=1e-6), name
+
+
+@pytest.mark.parametrize("kind", ["Momentum", "Plateau", "ByFrequency", "Logged", "Adversarial"])
+def test_a_resumed_training_equals_an_uncut_one(kind, tmp_path):
+    uncut, cut = made(getattr(modules, kind))
+    data, held_out = loader(32), loader(8, 4)
+    whole = trained(uncut, data, epochs=3, validation=held_out)
+
+    class Stops(fitkit.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1 and self.model.current_epoch == 1:
+                self.model.save(tmp_path / "cut.h5")
+                raise KeyboardInterrupt
+
+    model = model_of(cut)
+    torch.manual_seed(2)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(data, validation_data=held_out, epochs=3, verbose=0, callbacks=Stops())
+    fresh, _ = made(getattr(modules, kind), seed=5)
+    again = model_of(fresh)
+    again.fit(
+        data, validation_data=held_out, epochs=3, verbose=0, resume_from=tmp_path / "cut.h5"
+    )
+    assert_equal_weights(fresh, uncut)
+    assert again.history.history == whole.history.history
+
+
+def test_copies_and_pickles_train_alike():
+    module, other = made(modules.Momentum)
+    model = model_of(module)
+    copies = [pickle.loads(pickle.dumps(model)), copy.deepcopy(model), model]
+    for one in copies:
+        assert type(pickle.loads(pickle.dumps(one.net))) is modules.Momentum
+        assert type(copy.deepcopy(one.net)) is modules.Momentum
+        torch.manual_seed(2)
+        one.fit(loader(), epochs=2, verbose=0)
+        assert_equal_weights(one.net, copies[0].net)
+    assert isinstance(module, modules.Momentum)
+    # It can still be trained by its own library.
+    trained_by_lightning(module, loader(), epochs=1)
+    torch.manual_seed(2)
+    fitkit.Model(other).fit(loader(), epochs=2, verbose=0)
+    assert_equal_weights(other, copies[0].net)
+
+
+def test_files_have_the_modules_own_names(tmp_path):
+    module, other = made(modules.Net)
+    model = trained(module, loader())
+    model.save_weights(tmp_path / "weights.pt")
+    other.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
+    assert_equal_weights(other, module)
+
+
+@pytest.mark.parametrize("kind", ["Net", "Momentum", "Logged"])
+def test_compiled_training_gives_the_same_numbers(kind):
+    plain, compiled = made(getattr(modules, kind))
+    for module in (plain, compiled):
+        module.net[2].p = 0.0
+    trained(plain, loader())
+    trained(compiled, loader(), jit_compile=True)
+    assert_equal_weights(compiled, plain, atol=1e-6)
+
+
+# ---------------------------------------------------------------------- data
+
+
+class OwnData(modules.Logged):
+    """Has its data, which `setup` makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def prepare_data(self):
+        self.made.append("prepared")
+
+    def setup(self, stage):
+        self.made.append(stage)
+        self.data = loader(20)
+
+    def train_dataloader(self):
+        return self.data
+
+    def val_dataloader(self):
+        return [loader(8, 4, seed=1), loader(12, 4, seed=2)]
+
+    def test_dataloader(self):
+        return self.data
+
+    def predict_dataloader(self):
+        return self.data
+
+    def validation_step(self, batch, batch_idx, dataloader_idx):
+        self.log("valid", self.loss(batch))
+        self.log(f"own_{dataloader_idx}", self.loss(batch), add_dataloader_idx=False)
+
+    def on_validation_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
+        pass
+
+
+def test_a_modules_own_data_are_used_where_there_are_no_others():
+    theirs, ours = made(OwnData)
+    trainer = pl.Trainer(max_epochs=2, **TRAINER)
+    torch.manual_seed(2)
+    trainer.fit(theirs)
+    expected = trainer.callback_metrics
+    model = model_of(ours)
+    torch.manual_seed(2)
+    model.fit(epochs=2, verbose=0)
+    assert_equal_weights(ours, theirs)
+    found = model.trainer.callback_metrics
+    assert expected.keys() <= found.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6, msg=name)
+    assert ours.made == theirs.made == ["prepared", "fit"]
+    assert model.evaluate(verbose=0, return_dict=True).keys() == {"m_test_loss", "m_acc"}
+    assert len(model.predict(verbose=0)) == 20
+
+
+# ---------------------------------------------------------------------- what a module asks
+
+
+class Asking(modules.Net):
+    """Notes what it is told."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        trainer = self.trainer
+        self.told = {
+            "max_epochs": trainer.max_epochs,
+            "global_step": trainer.global_step,
+            "current_epoch": trainer.current_epoch,
+            "num_training_batches": trainer.num_training_batches,
+            "estimated_stepping_batches": trainer.estimated_stepping_batches,
+            "world_size": trainer.world_size,
+            "num_devices": trainer.num_devices,
+            "num_nodes": trainer.num_nodes,
+            "global_rank": trainer.global_rank,
+            "local_rank": trainer.local_rank,
+            "is_global_zero": trainer.is_global_zero,
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "gradient_clip_val": trainer.gradient_clip_val,
+            "is_last_batch": trainer.is_last_batch,
+            "training": trainer.training,
+            "validating": trainer.validating,
+            "sanity_checking": trainer.sanity_checking,
+            "should_stop": trainer.should_stop,
+            "stage": trainer.state.stage.value,
+            "fn": trainer.state.fn.value,
+            "max_steps": trainer.max_steps,
+            "logger": trainer.logger,
+            "limit_train_batches": trainer.limit_train_batches,
+            "log_every_n_steps": trainer.log_every_n_steps,
+            "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
+            "rates": [config.scheduler for config in trainer.lr_scheduler_configs],
+            "optimizers": [type(one) for one in trainer.optimizers],
+            "module": trainer.lightning_module is self,
+            "data": len(trainer.train_dataloader.dataset),
+            "device": self.device,
+            "own": (self.global_step, self.current_epoch, self.global_rank, self.local_rank),
+            "gathered": self.all_gather(torch.ones(2)).shape,
+        }
+
+
+def test_the_trainer_answers_what_lightnings_answers():
+    theirs, ours = made(Asking)
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    trained_by_lightning(theirs, loader(32), **options)
+    trained(ours, loader(32), **options)
+    assert ours.told == theirs.told
+
+
+def test_an_unknown_attribute_of_the_trainer_is_named():
+    _, ours = made(modules.Net)
+    model = model_of(ours)
+    with pytest.raises(AttributeError, match=r"'fit_loop'.*FK084"):
+        assert model.net.trainer.fit_loop
+    assert not hasattr(model.net.trainer, "fit_loop")
+    with pytest.raises(AttributeError, match="FK084"):
+        assert model.net.trainer.strategy.lightning_module
+
+
+def test_a_module_can_end_the_training():
+    class Ends(modules.Net):
+        def on_train_epoch_end(self):
+            self.trainer.should_stop = self.current_epoch == 1
+
+    theirs, ours = made(Ends)
+    trained_by_lightning(theirs, loader(), epochs=5)
+    model = trained(ours, loader(), epochs=5)
+    assert len(model.history.history["loss"]) == 2
+    assert_equal_weights(ours, theirs)
+
+
+def test_configured_callbacks_take_part():
+    class Configures(modules.Plateau):
+        def configure_callbacks(self):
+            return fitkit.callbacks.EarlyStopping("seen", patience=0, min_delta=100.0, mode="min")
+
+    _, ours = made(Configures)
+    model = trained(ours, loader(), validation=loader(8, 4), epochs=9)
+    assert len(model.history.history["seen"]) == 2
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def refused(kind, code="FK083", **compiled):
+    _, ours = made(kind)
+    model = model_of(ours, **compiled)
+    with pytest.raises(fitkit.ConfigurationError, match=code):
+        model.fit(loader(), epochs=1, verbose=0)
+
+
+@pytest.mark.parametrize("given", [{"loss": "mse"}, {"metrics": ["mae"]}])
+def test_a_compiled_loss_beside_a_training_step_is_refused(given):
+    refused(modules.Net, **given)
+
+
+def test_several_optimizers_need_manual_optimization():
+    class Several(modules.Net):
+        def configure_optimizers(self):
+            return [torch.optim.SGD(self.net[at].parameters(), lr=0.1) for at in (0, 3)]
+
+    refused(Several)
+
+
+def test_callbacks_of_lightning_are_refused():
+    class Configures(modules.Net):
+        def configure_callbacks(self):
+            return [pl.callbacks.EarlyStopping("loss")]
+
+    with pytest.raises(fitkit.ConfigurationError, match=r"fitkit.callbacks.EarlyStopping.*FK083"):
+        trained(Configures(), loader())
+    with pytest.raises(fitkit.ConfigurationError, match="FK083"):
+        model_of(modules.Net()).fit(loader(), callbacks=[pl.callbacks.ModelSummary()], verbose=0)
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_end", "predict_step"])
+def test_hooks_without_logs_are_named(hook):
+    def logs(self, *arguments):
+        self.log("value", 1.0)
+
+    kind = type("Logs", (modules.Net,), {hook: logs})
+    model = model_of(kind())
+    with pytest.raises(fitkit.ConfigurationError, match=rf"{hook}.*FK083"):
+        model.predict(loader(), verbose=0) if hook == "predict_step" else model.fit(
+            loader(), epochs=1, verbose=0
+        )
+
+
+def test_a_subclass_of_model_says_that_the_module_trains_itself():
+    class Mine(fitkit.Model):
+        pass
+
+    with pytest.raises(fitkit.ConfigurationError, match="FK083"):
+        Mine(modules.Net())
+
+
+def test_a_module_without_a_training_step_trains_by_a_compiled_loss():
+    class Forward(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.net(x)
+
+    model = model_of(Forward(), optimizer="adam", loss="mse")
+    history = model.fit(loader(), epochs=3, verbose=0)
+    assert history.history["loss"][-1] < history.history["loss"][0]
+    assert model.predict(loader(), verbose=0).shape == (24, 1)
