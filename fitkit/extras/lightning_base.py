@@ -77,8 +77,9 @@ class ServedModel(Model):
             return int(given)
         if (x := self.call.get("x")) is None:
             return None
-        if x is self.call.get("datamodule"):  # asked before the loaders are made, as in setup
-            x = x.train_dataloader()
+        data = self.call.get("datamodule")
+        if data is not None and x is data:  # asked before the loaders are made, as in setup
+            x = data.train_dataloader()
         source = make_source(
             x, self.call.get("y"), None, batch_size=self.call.get("batch_size", 32)
         )

@@ -90,14 +90,18 @@ class Hooks:
         self.kind: type[nn.Module] = user_class(module)
         self._base = base_of(module)
         self._threads = threading.local()
+        self._known: dict[tuple[str, ...], bool] = {}
 
     def has(self, *names: str) -> bool:
         """Whether the module has its own code for one of these hooks."""
-        own, kind, base = vars(self.module), self.kind, self._base
-        return any(
-            name in own or getattr(kind, name, None) is not getattr(base, name, None)
-            for name in names
-        )
+        found = self._known.get(names)
+        if found is None:
+            own, kind, base = vars(self.module), self.kind, self._base
+            found = self._known[names] = any(
+                name in own or getattr(kind, name, None) is not getattr(base, name, None)
+                for name in names
+            )
+        return found
 
     def ask(self, name: str, *arguments: Any) -> Any:
         """Call a hook with as many of the arguments as it takes, if the module overrides it."""

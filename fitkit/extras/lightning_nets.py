@@ -255,7 +255,18 @@ class LightningModel(ServedModel):
         if not self.hooks.has(name):
             return None
         found = self.hooks.call(name)
-        return training_data(found) if stage == "fit" else validation_data(found)
+        if stage == "fit":
+            return training_data(found)
+        if stage == "validate" and self.trainer.state.fn == "fit":
+            return validation_data(found)
+        if isinstance(found, (list, tuple, dict)):
+            if len(found) == 1 and not isinstance(found, dict):
+                return found[0]
+            raise refusal(
+                f"{self.hooks.kind.__name__}.{name} returned several loaders, and this verb reads "
+                "one. Give it one after the other."
+            )
+        return found
 
     def _configured_callbacks(self) -> list[Any]:
         found = self.hooks.ask("configure_callbacks")

@@ -430,13 +430,18 @@ class Trainer(Unknown):
 
     @property
     def train_dataloader(self) -> Any:
-        """What `fit` trains on, as it was given."""
-        return self.model_now.call.get("x")
+        """What `fit` trains on, as it was given; of a worker, its copy."""
+        run = self.model_now.run
+        return self.model_now.call.get("x", None if run is None else _loader_of(run.source))
 
     @property
     def val_dataloaders(self) -> Any:
-        """What `fit` validates on, as it was given."""
-        return self.model_now.call.get("validation_data")
+        """What `fit` validates on, as it was given; several in a list."""
+        run, given = self.model_now.run, self.model_now.call.get("validation_data")
+        if given is None and run is not None:
+            held_out = [_loader_of(one) for one in run.held_out.values()]
+            given = held_out[0] if len(held_out) == 1 else held_out
+        return list(given.values()) if isinstance(given, dict) else given
 
     @property
     def test_dataloaders(self) -> Any:
@@ -474,6 +479,12 @@ class Trainer(Unknown):
     def save_checkpoint(self, filepath: Any, weights_only: Any = None, **others: Any) -> None:
         """Save the model, as `model.save` does."""
         self.model_now.save(filepath)
+
+
+def _loader_of(source: Any) -> Any:
+    """Return the loader that a source reads, or the source."""
+    whole = getattr(source, "whole", source)
+    return getattr(whole, "loader", whole)
 
 
 HERE = "fitkit.extras.lightning_"

@@ -82,7 +82,6 @@ class HookedUpdates:
         self.batch_idx: int = 0
         self.is_last: bool = False
         self._ends = False  # a hook has ended the epoch
-        self._ahead: list[Any] = []
 
     def peekable(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         batches = self._updates.peekable(batches)
@@ -113,29 +112,29 @@ class HookedUpdates:
         if not self._ends:
             self._updates(batch, index)
             if self.is_last and self._update is not None:
-                self._update.finish()
+                self._update.finish()  # an update of fewer batches belongs to the last of them
         self.is_last = self.is_last or self._ends
         self.move_rates("step", watching=False)
         if self.is_last:
-            self.move_rates("epoch", watching=False)
+            self.move_rates("epoch", watching=False)  # before the validation, as Lightning's
         if not self._ends:
-            hooks.ask("on_train_batch_end", self._outputs(), moved, index)
+            if hooks.has("on_train_batch_end"):
+                hooks.call("on_train_batch_end", self._outputs(), moved, index)
             self.move_rates("step", watching=True)
         hooks.forget_batch()
 
     def _outputs(self) -> dict[str, Any]:
-        """Return what the step returned, as `on_train_batch_end` gets it."""
-        outputs, loss = self._hooks.outputs, loss_in(self._hooks.outputs)
+        """Return what the step returned, as `on_train_batch_end` gets it: a part of an update's
+        loss, without gradients.
+        """
+        outputs = self._hooks.outputs
         if outputs is None:
             return {}
-        found = dict(outputs) if isinstance(outputs, Mapping) else {}
-        if self._update is not None and isinstance(loss, torch.Tensor):
-            loss = loss / self._update.accumulate
-        found = {"loss": loss, **{key: value for key, value in found.items() if key != "loss"}}
-        return {
-            key: value.detach() if isinstance(value, torch.Tensor) else value
-            for key, value in trees.map_leaves(_detached, found).items()
-        }
+        found = dict(outputs) if isinstance(outputs, Mapping) else {"loss": loss_in(outputs)}
+        if self._update is not None and isinstance(found.get("loss"), torch.Tensor):
+            found["loss"] = found["loss"] / self._update.accumulate
+        detached: dict[str, Any] = trees.map_leaves(_detached, found)
+        return detached
 
     # ------------------------------------------------------------------ learning rates
 
@@ -390,7 +389,7 @@ class OptimizerStep:
         applier.waits = True
         try:
             outcome = self._learn()
-            if self._update.step is not None and self._update._model.is_last_batch:
+            if self._update._model.is_last_batch:
                 self._update.finish()
         finally:
             applier.waits = False

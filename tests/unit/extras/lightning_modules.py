@@ -358,3 +358,23 @@ class Logged(Net):
 
     def test_step(self, batch, batch_idx):
         self.log_dict({"test_loss": self.loss(batch), "acc": 1.0})
+
+
+class OnlyValidated(Net):
+    """Has no test step."""
+
+    def __init__(self):
+        super().__init__(dropout=0.0)
+        self.calls = []
+
+    def setup(self, stage):
+        self.calls.append(stage)
+
+    def on_validation_start(self):
+        self.calls.append("on_validation_start")
+
+    def on_validation_end(self):
+        self.calls.append("on_validation_end")
+
+    def validation_step(self, batch, batch_idx):
+        self.log("seen", self.loss(batch))

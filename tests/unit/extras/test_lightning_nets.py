@@ -190,6 +190,27 @@ def test_a_resumed_training_equals_an_uncut_one(kind, tmp_path):
     assert again.history.history == whole.history.history
 
 
+def test_pytorch_lightnings_modules_are_trained_too():
+    theirs = pytest.importorskip("pytorch_lightning")
+
+    class Old(theirs.LightningModule):
+        def __init__(self, width=2):
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch):
+            self.log("width", self.hparams.width)
+            return torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    model = trained(Old(width=3), loader())
+    assert model.hparams["width"] == 3
+    assert model.history.history["width"] == [3.0, 3.0]
+
+
 def test_copies_and_pickles_train_alike():
     module, other = made(modules.Momentum)
     model = model_of(module)
@@ -280,6 +301,32 @@ def test_a_modules_own_data_are_used_where_there_are_no_others():
     assert ours.made == theirs.made == ["prepared", "fit"]
     assert model.evaluate(verbose=0, return_dict=True).keys() == {"m_test_loss", "m_acc"}
     assert len(model.predict(verbose=0)) == 20
+
+
+def test_several_loaders_to_train_on_are_read_as_lightning_reads_them():
+    class Several(modules.Net):
+        def __init__(self):
+            super().__init__(dropout=0.0)
+
+        def train_dataloader(self):
+            return {"a": loader(24), "b": loader(16, seed=1)}
+
+        def training_step(self, batch, batch_idx):
+            return self.loss(batch["a"]) + self.loss(batch["b"])
+
+    theirs, ours = made(Several)
+    torch.manual_seed(2)
+    pl.Trainer(max_epochs=2, **TRAINER).fit(theirs)
+    torch.manual_seed(2)
+    model_of(ours).fit(epochs=2, verbose=0)
+    assert_equal_weights(ours, theirs)
+
+
+def test_evaluate_calls_validation_hooks_where_there_is_no_test_step():
+    module = modules.OnlyValidated()
+    values = model_of(module).evaluate(loader(8, 4), verbose=0, return_dict=True)
+    assert values.keys() == {"seen"}
+    assert module.calls == ["validate", "on_validation_start", "on_validation_end"]
 
 
 # ---------------------------------------------------------------------- what a module asks
