@@ -104,6 +104,7 @@ CODES = {
     "FK082": "an object of Keras without an equal one",
     "FK083": "what a LightningModule can't be trained with",
     "FK084": "what a LightningModule's trainer doesn't have",
+    "FK090": "a data module of Lightning that a verb can't read",
 }
 """What each code stands for. A code is never used again for something else."""
 

@@ -8,8 +8,9 @@ module pays nothing for it.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -110,9 +111,44 @@ TRANSLATORS: Registry[Callable[[str, Any], Any]] = Registry("library")
 TRANSLATORS.promise("fitkit.extras.keras_objects:translated", "keras")
 
 
-def package_of(value: object) -> str | None:
-    """Return the package in `GUESTS`, imported already, that has a base class of a value."""
-    for package in GUESTS:
+@dataclasses.dataclass(frozen=True)
+class OpenedData:
+    """What another library's object stands for, where a verb was given it as its data.
+
+    Attributes:
+        x: the data to train on, or the only ones.
+        validation_data: those to validate on, if the call names none.
+        callback: follows the call on each rank, behind the caller's own callbacks.
+        transfer: moves a batch to a device in the model's place; None leaves that to the model.
+    """
+
+    x: Any
+    validation_data: Any
+    callback: object
+    transfer: Callable[[Any, torch.device], Any] | None
+
+
+DATA: Registry[Callable[[nn.Module, str, Any], OpenedData | None]] = Registry("data")
+"""Functions of a model, a verb and its arguments that open a library's data, by package.
+
+None says that the arguments have other data.
+"""
+DATA.promise("fitkit.extras.lightning_data:opened", "lightning", "pytorch_lightning")
+
+
+def opened_data(model: nn.Module, verb: str, arguments: Any) -> OpenedData | None:
+    """Return what the `x` of a call stands for; None for data that fitkit reads itself."""
+    package = package_of(arguments.x, DATA)
+    return None if package is None else DATA[package](model, verb, arguments)
+
+
+def package_of(value: object, packages: Iterable[str] | None = None) -> str | None:
+    """Return the package, imported already, that has a base class of a value.
+
+    Args:
+        packages: those to look for. Default None: those in `GUESTS`.
+    """
+    for package in GUESTS if packages is None else packages:
         if package in sys.modules:
             for kind in type(value).__mro__:
                 if kind.__module__.partition(".")[0] == package:

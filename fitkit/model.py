@@ -32,7 +32,14 @@ from fitkit.distributed.precision import Precision
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.fit_state import FitState
-from fitkit.guests import as_net, as_ours, guest_of, model_kind, warn_of_parts
+from fitkit.guests import (
+    as_net,
+    as_ours,
+    guest_of,
+    model_kind,
+    opened_data,
+    warn_of_parts,
+)
 from fitkit.hooks import STAGES, check_callbacks, check_steps, overridden
 from fitkit.losses.class_weights import ClassWeights
 from fitkit.model_names import GivesWay, NotHere, check_attribute, check_definitions, public_names
@@ -523,7 +530,7 @@ class Model(Module):
         with in_use(self, "fit", alone=True):
             path = checkpoint_to_resume(resume_from, arguments.callback_list.callbacks)
             if path is None:
-                arguments = _prepared(self, arguments)
+                arguments = _prepared(self, "fit", arguments)
             else:
                 arguments = _resumed(self, arguments, path)
             return self._launcher().launch("fit", run_fit, self, arguments)
@@ -603,7 +610,7 @@ class Model(Module):
         if y is None and given.loss is not None and given.target is None:
             check_is_one_set(x)
         with computing(self, "evaluate"):
-            arguments = _prepared(self, arguments)
+            arguments = _prepared(self, "evaluate", arguments)
             values = self._launcher().launch("evaluate", run_evaluate, self, arguments)
         return _as_asked(values, return_dict)
 
@@ -691,7 +698,7 @@ class Model(Module):
             receiver = receiver_for(out, as_numpy=as_numpy)
             return receiver.returned(self._stream("predict", arguments, receiver))
         with computing(self, "predict"):
-            arguments = _prepared(self, arguments)
+            arguments = _prepared(self, "predict", arguments)
             outputs = self._launcher().launch("predict", run_predict, self, arguments)
         return trees.to_numpy(outputs) if as_numpy else outputs
 
@@ -736,7 +743,7 @@ class Model(Module):
     def _stream(self, verb: str, arguments: EvaluateArguments, receiver: Receiver) -> Any:
         """Predict, and hand the outputs to a receiver as they come; return its result."""
         with computing(self, verb):
-            arguments = _prepared(self, arguments)
+            arguments = _prepared(self, "predict", arguments)
             return self._launcher().launch(verb, run_streamed, self, arguments, receiver)
 
     def _launcher(self) -> Launcher:
@@ -1196,7 +1203,7 @@ def _check_wraps(kind: type[Model], net: Any) -> None:
         )
 
 
-def _prepared(model: Model, arguments: Arguments) -> Arguments:
+def _prepared(model: Model, verb: str, arguments: Arguments) -> Arguments:
     """Check that a model can run the call. Returns the arguments with their data sources."""
     compilation = model._fitkit.compilation
     check_steps(model)
@@ -1204,6 +1211,8 @@ def _prepared(model: Model, arguments: Arguments) -> Arguments:
     has_steps = any(overridden(model, f"{stage}_step") for stage in STAGES)
     if model.net is None and type(model).forward is Module.forward and not has_steps:
         model.forward()  # says what is missing
+    if (opened := opened_data(model, verb, arguments)) is not None:
+        arguments = arguments.reading(opened)
     found = arguments.prepared(
         compilation.strategy.precision.input_dtype(model),
         compilation.strategy.data_rank_count,
@@ -1227,7 +1236,7 @@ def _resumed(model: Model, arguments: FitArguments, path: FilePath) -> FitArgume
         nonlocal arguments
         if progress is not None:
             arguments = arguments.resumed_at(progress)
-        arguments = _prepared(model, arguments)
+        arguments = _prepared(model, "fit", arguments)
         if progress is not None:
             check_data(arguments.source, progress)
 

@@ -163,11 +163,11 @@ def to_training(module: nn.Module, kept: list[nn.Module]) -> list[nn.Module]:
     Returns:
         The submodules in `kept` that stayed in evaluation mode.
     """
-    still = [part for part in kept if not part.training]
+    in_evaluation = [part for part in kept if not part.training]
     set_mode(module, training=True)
-    for part in still:
+    for part in in_evaluation:
         part.training = False
-    return still
+    return in_evaluation
 
 
 def set_mode(

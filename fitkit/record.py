@@ -56,7 +56,7 @@ class Context(Protocol):
     def backward(self) -> AnyCallable | None: ...
 
     def moved(self, own: AnyCallable, batch: BatchData, device: torch.device) -> BatchData:
-        """Return a batch moved by a model's own hook."""
+        """Return a batch moved by the data's own way, or else by a model's hook."""
 
     def transferred(self, batch: BatchData) -> BatchData:
         """Return a batch moved to the device in fitkit's way."""

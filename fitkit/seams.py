@@ -14,6 +14,7 @@ registry also knows the names that installed packages add by entry points.
 | a loss, a metric | a function, a torchmetrics class | `LOSSES`, `METRICS` |
 | an optimizer, a schedule | torch's classes | `OPTIMIZERS`, `SCHEDULERS` |
 | a kind of network | `Guest` | `GUESTS` |
+| a kind of data | a function that returns `OpenedData` | `DATA` |
 | a kind of module with its own steps | `fitkit.Model` | `MODELS` |
 | a format of weight files | `WeightFormat` | `FORMATS` |
 | a change of whole training batches | `BatchTransform` | `compile(batch_transforms=…)` |
@@ -170,7 +171,7 @@ from fitkit.distributed.wrapped_model import (
     StepRouter,
     WrappedModel,
 )
-from fitkit.guests import GUESTS, MODELS, Guest, guest_of
+from fitkit.guests import DATA, GUESTS, MODELS, Guest, OpenedData, guest_of
 from fitkit.hooks import has_own_steps, overridden
 from fitkit.losses import Ask, CompiledLoss, Count, Loss, Term, checked_count, resolve
 from fitkit.losses.formulas import classes, elements, full, weighted_mean
@@ -214,6 +215,7 @@ from fitkit.training.update import Update
 
 __all__ = [
     "CALLBACKS",
+    "DATA",
     "DDP",
     "FLOAT8",
     "FORMATS",
@@ -269,6 +271,7 @@ __all__ = [
     "NetAlone",
     "NoRows",
     "OpenWeights",
+    "OpenedData",
     "OptimizerInPlace",
     "Outcome",
     "OwnStep",

@@ -12,7 +12,7 @@ import platform
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -143,6 +143,7 @@ class OpenWeights:
         versions: the version of each submodule's state, by the submodule's name.
         frozen: the parameters that are left out on purpose.
         foreign: whether other programs write such files too.
+        facts: what the file says of itself beside the weights, for people.
     """
 
     path: str
@@ -153,6 +154,7 @@ class OpenWeights:
     versions: Mapping[str, int]
     frozen: Frozen = NOTHING_FROZEN
     foreign: bool = False
+    facts: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._used: WeakValueDictionary[Any, torch.Tensor] = WeakValueDictionary()

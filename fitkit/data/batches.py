@@ -70,9 +70,11 @@ class Source:
         generators: the data's own random generators, which may determine their order.
         whole: all ranks' data, if this is one rank's shard of them; otherwise the source itself.
         limit: the most batches of a pass that all ranks get, if it ends there by itself.
+        transfer: moves a batch to a device in the model's place; None leaves that to the model.
     """
 
     limit: int | None = None
+    transfer: Callable[[Any, torch.device], Any] | None = None
     samples: int | None = None
     batch_size: int | None = None
     steps: int | None = None

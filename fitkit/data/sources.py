@@ -280,6 +280,7 @@ def for_other_ranks(source: Source | None) -> Source | None:
         return source
     placeholder = IterableSource(())
     placeholder.steps, placeholder.repeatable = source.steps, source.repeatable
+    placeholder.transfer = source.transfer
     return placeholder
 
 

@@ -6,7 +6,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,14 @@ LABEL_KEYS = ("labels", "label")
 """Where a dict batch without `y` carries its targets, by Hugging Face's custom."""
 
 SMALL_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
+
+
+class Watched(NamedTuple):
+    """A tensor in the user's memory, as it was before the first batch's forward."""
+
+    tensor: torch.Tensor
+    version: int
+    values: torch.Tensor
 
 
 class Transfer:
@@ -70,7 +78,7 @@ class Transfer:
         self.float_dtype = float_dtype
         self.wide_dtype: torch.dtype = wide_dtype(float_dtype)
         self._copies = self._leaves_inputs = False
-        self._watched: list[tuple[torch.Tensor, int, torch.Tensor]] | None = []
+        self._watched: list[Watched] | None = []
 
     def __call__(self, batch: Any) -> Any:
         """Return the batch on the device. The same object if nothing has to move."""
@@ -87,16 +95,16 @@ class Transfer:
 
     def note_writes(self) -> None:
         """Check after the first batch's forward whether the net changed its inputs."""
-        changed = [entry for entry in self._watched or () if entry[0]._version != entry[1]]
+        changed = [one for one in self._watched or () if one.tensor._version != one.version]
         self._copies = bool(changed)
         self._watched = changed or None
         self._leaves_inputs = not changed
 
     def undo_writes(self) -> None:
         """Restore the first batch's memory, but not before its backward is done."""
-        for tensor, _, values in self._watched or ():
+        for watched in self._watched or ():
             with torch.no_grad():
-                tensor.copy_(values)
+                watched.tensor.copy_(watched.values)
         self._watched = None if self._copies else self._watched
 
     def _is_there(self, leaf: Any) -> bool:
@@ -154,7 +162,7 @@ class Transfer:
         if self._copies:
             return tensor.clone()
         if self._watched is not None and not tensor.is_inference():
-            self._watched.append((tensor, tensor._version, tensor.clone()))
+            self._watched.append(Watched(tensor, tensor._version, tensor.clone()))
         return tensor
 
     def _target(self, leaf: Any) -> Any:

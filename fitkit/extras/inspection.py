@@ -59,7 +59,9 @@ def _parts(path: str | os.PathLike[str]) -> Iterator[RenderableType]:
     if not holds_checkpoints(path):
         with open_weights(path) as source:
             size = _size_of(name)
-            yield _heading(name, {"kind": f"weights ({PurePath(path).suffix})", "size": size})
+            facts = {"kind": f"weights ({PurePath(path).suffix})", "size": size}
+            told = {str(key): describe(fact) for key, fact in source.facts.items()}
+            yield _heading(name, {**facts, **told})
             yield from _weights(source)
         return
     with open_stored(path) as stored:

@@ -8,7 +8,7 @@ from typing import Any
 from fitkit.errors import ConfigurationError
 from fitkit.extras.lightning_hooks import Hooks
 from fitkit.model import Model
-from fitkit.seams import make_source, validation_name
+from fitkit.seams import OpenedData, make_source, validation_name
 
 AT_STEPS = frozenset(
     {
@@ -63,6 +63,10 @@ class ServedModel(Model):
         """The running `fit`; None without one."""
         return self._run()
 
+    def opened_data(self, arguments: Any) -> OpenedData:
+        """Return the loaders of the verb's data module, which is set up."""
+        raise NotImplementedError
+
     @property
     def batches_of_epoch(self) -> int | None:
         """The training batches of an epoch on this rank; None if unknown."""
@@ -71,10 +75,13 @@ class ServedModel(Model):
             return steps
         if (given := self.call.get("steps_per_epoch")) is not None:
             return int(given)
-        if self.call.get("x") is None:
+        if (x := self.call.get("x")) is None:
             return None
+        data = self.call.get("datamodule")
+        if data is not None and x is data:  # asked before the loaders are made, as in setup
+            x = data.train_dataloader()
         source = make_source(
-            self.call["x"], self.call.get("y"), None, batch_size=self.call.get("batch_size", 32)
+            x, self.call.get("y"), None, batch_size=self.call.get("batch_size", 32)
         )
         ranks = self._fitkit.compilation.strategy.data_rank_count
         if ranks == 1 or source.samples is None or source.batch_size is None:

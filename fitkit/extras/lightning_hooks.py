@@ -19,6 +19,8 @@ from fitkit.seams import Module
 BASE = "LightningModule"
 """The name of the base class, whichever package it is from."""
 
+PACKAGES = ("lightning", "pytorch_lightning")
+
 TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 AT_BATCHES = tuple(
@@ -52,6 +54,25 @@ class Attached:
         if served in arguments:  # as object's does: pickle would want this class
             function, arguments = object.__new__, (served.__mro__[2],)
         return function, arguments, *rest
+
+
+def is_lightnings(value: object, name: str) -> bool:
+    """Whether a value is of Lightning's class of that name, in either of its packages."""
+    return any(
+        kind.__name__ == name and kind.__module__.partition(".")[0] in PACKAGES
+        for kind in type(value).__mro__
+    )
+
+
+def defines(thing: Any, name: str) -> bool:
+    """Whether a method of a data module, or a LightningModule, is the user's own."""
+    if name in vars(thing):
+        return True
+    home = next((kind for kind in type(thing).__mro__ if name in vars(kind)), None)
+    if home is None:
+        return False
+    package, _, rest = home.__module__.partition(".")
+    return package not in PACKAGES or not rest.removeprefix("pytorch.").startswith("core.")
 
 
 class Hooks:
@@ -152,21 +173,25 @@ class Hooks:
         if source is batch and batch is not None:
             return found
         precision = model._fitkit.compilation.strategy.precision
+        before, move, after = hooks = [self._transfer(model, name) for name in TRANSFERS]
         found = batch
-        if self.has(*TRANSFERS) and precision.name in ("64-true", "16-true", "bf16-true"):
+        if any(hooks) and precision.name in ("64-true", "16-true", "bf16-true"):
             dtype = precision.input_dtype(model)
             found = trees.map_leaves(partial(_as_float, dtype=dtype), found)
-        if self.has(TRANSFERS[0]):
-            found = self.call("on_before_batch_transfer", found, 0)
+        if before is not None:
+            found = before(found, 0)
         context = model._fitkit.contexts.current
         assert context is not None
-        if self.has(TRANSFERS[1]):
-            found = self.call("transfer_batch_to_device", found, model.device, 0)
-        else:
-            found = context.transferred(found)
-        if self.has(TRANSFERS[2]):
-            found = self.call("on_after_batch_transfer", found, 0)
-        return found
+        found = context.transferred(found) if move is None else move(found, model.device, 0)
+        return found if after is None else after(found, 0)
+
+    def _transfer(self, model: Module, name: str) -> Callable[..., Any] | None:
+        """Return a hook of batches on their way: the data module's, else the module's."""
+        data = vars(model)["call"].get("datamodule")
+        if data is not None and defines(data, name):
+            found: Callable[..., Any] = getattr(data, name)
+            return found
+        return partial(self.call, name) if self.has(name) else None
 
     def forget_batch(self) -> None:
         """Let a batch's memory go, and what its step returned."""

@@ -22,16 +22,20 @@ import fitkit.callbacks
 from fitkit import trees
 from fitkit.arguments import describe
 from fitkit.callbacks import CallbackList
-from fitkit.extras.combined import CombinedLoader
 from fitkit.extras.lightning_base import ServedModel, refusal
-from fitkit.extras.lightning_hooks import Hooks
+from fitkit.extras.lightning_data import (
+    DataModule,
+    is_data_module,
+    prepare,
+    training_data,
+    validation_data,
+)
+from fitkit.extras.lightning_hooks import PACKAGES, Hooks, defines
 from fitkit.extras.lightning_services import attach
 from fitkit.extras.lightning_trainer import Trainer
 from fitkit.extras.lightning_updates import HookedScheduler, Idle
 from fitkit.extras.lightning_watcher import RatesByEpoch, hooks_updates, watcher_for
-from fitkit.seams import NetAlone, loss_in
-
-PACKAGES = ("lightning", "pytorch_lightning")
+from fitkit.seams import NetAlone, OpenedData, loss_in
 
 STEPS = ("training", "validation", "test", "predict")
 
@@ -44,7 +48,7 @@ LOADERS = {
 """Where a module may have the data of a stage."""
 
 SET_UP = (
-    "hooks", "trainer", "hooked_updates", "loader", "_run", "configure_optimizers",
+    "data", "hooks", "trainer", "hooked_updates", "loader", "_run", "configure_optimizers",
     "transfer_batch_to_device", "validation_epoch_end", "test_epoch_end",
     *(f"{stage}_step" for stage in STEPS),
 )  # fmt: skip
@@ -56,7 +60,12 @@ class LightningModel(ServedModel):
 
     Args:
         net: the module.
+
+    Attributes:
+        data: the data module that the verb was given; None for other data.
     """
+
+    data: DataModule | None
 
     def __init__(self, net: Any = None) -> None:
         super().__init__(net)
@@ -68,6 +77,7 @@ class LightningModel(ServedModel):
         own, module = vars(self), self.net
         hooks = Hooks(module)
         own.update(hooks=hooks, trainer=Trainer(self), hooked_updates=None, loader=None)
+        own["data"] = None
         own["_run"] = lambda: None
         attach(module, self.trainer)
         for stage in STEPS:
@@ -116,6 +126,11 @@ class LightningModel(ServedModel):
         """The module's hyperparameters."""
         return self.net.hparams
 
+    @property
+    def validates(self) -> bool:
+        """Whether `fit` validates, if it has data for that."""
+        return self.hooks.has("validation_step") or not self.hooks.has("training_step")
+
     # ------------------------------------------------------------------ the verbs
 
     def fit(self, x: Any = None, y: Any = None, **arguments: Any) -> Any:
@@ -130,10 +145,10 @@ class LightningModel(ServedModel):
     def _validate_on(self, given: dict[str, Any]) -> None:
         """Give `fit` the module's own data to validate on, if it got none."""
         holds_out = given.get("validation_split") or given.get("validation_data") is not None
-        validates = self.hooks.has("validation_step") or not self.hooks.has("training_step")
-        if not holds_out and validates:
+        has_set = self.data is not None and defines(self.data.module, "val_dataloader")
+        if self.validates and not (holds_out or has_set):
             given["validation_data"] = self._loader("validate")
-        elif holds_out and not validates:
+        elif holds_out and not self.validates:
             raise refusal(
                 f"fit was given validation data, but {self.hooks.kind.__name__} has no "
                 "validation_step. Define it, or leave the data out."
@@ -171,21 +186,27 @@ class LightningModel(ServedModel):
         Yields:
             What the verb was given, to be completed.
         """
-        outer, state = dict(self.call), self.trainer.state
+        outer, outer_data, state = dict(self.call), self.data, self.trainer.state
         before = state.fn, state.stage, state.status
         hooks, is_nested = self.hooks, self._fitkit.fit_state.run is not None
         attach(self.net, self.trainer)
         try:
+            self.data = self._data_module(stage, given["x"])
             self._note(given)
             self.trainer.enter(stage, "train" if stage == "fit" else stage)
             configured = hooks.ask("configure_callbacks")
+            if self.data is not None:
+                self.data.prepare()
             if hooks.has("prepare_data"):
-                self._launcher().on_rank_zero("prepare_data", partial(hooks.call, "prepare_data"))
+                prepare(self, self.net, partial(hooks.call, "prepare_data"))
+            if self.data is not None:
+                self.data.set_up()
             hooks.ask("setup", stage)
             hooks.ask("configure_model")
             yield {**given, "callbacks": [configured, given.get("callbacks")]}
             hooks.ask("teardown", stage)
         finally:
+            self.data = outer_data
             if is_nested:
                 self._note(outer)
                 state.fn, state.stage, state.status = before
@@ -213,7 +234,8 @@ class LightningModel(ServedModel):
 
     def _note(self, given: dict[str, Any]) -> None:
         """Note what the verb was given, for the trainer."""
-        vars(self)["call"] = dict(given)
+        module = None if self.data is None else self.data.module
+        vars(self)["call"] = {**given, "datamodule": module}
 
     def _check(self) -> None:
         """Refuse what doesn't go together.
@@ -237,21 +259,35 @@ class LightningModel(ServedModel):
                 f"each call the hooks of {kind}. Write strategy='ddp'."
             )
 
+    def _data_module(self, stage: str, x: Any) -> DataModule | None:
+        """Return a data module that the verb was given; None for other data."""
+        if not is_data_module(x):
+            return None
+        verb = {"validate": "evaluate", "test": "evaluate"}.get(stage, stage)
+        return DataModule(self, x, verb, validates=stage == "validate")
+
+    def opened_data(self, arguments: Any) -> OpenedData:
+        """Return the loaders of the verb's data module, which is set up."""
+        assert self.data is not None
+        found = self.data.opened(arguments, validates=self.validates)
+        self.call["x"] = found.x
+        if found.validation_data is not None:
+            self.call["validation_data"] = found.validation_data
+        return found
+
     def _loader(self, stage: str) -> Any:
         """Return the module's own data for a stage; None if it has none."""
         name = LOADERS[stage]
         if not self.hooks.has(name):
             return None
         found = self.hooks.call(name)
-        if isinstance(found, (list, tuple)) and len(found) == 1:
-            return found[0]
-        several = isinstance(found, (list, tuple, dict))
-        if several and stage == "fit":
-            return CombinedLoader(found, "max_size_cycle")  # as Lightning reads several
-        if several and stage == "validate" and self.trainer.state.fn == "fit":
-            several_sets = found.values() if isinstance(found, dict) else found
-            return {f"dataloader_idx_{number}": one for number, one in enumerate(several_sets)}
-        if several:
+        if stage == "fit":
+            return training_data(found)
+        if stage == "validate" and self.trainer.state.fn == "fit":
+            return validation_data(found)
+        if isinstance(found, (list, tuple, dict)):
+            if len(found) == 1 and not isinstance(found, dict):
+                return found[0]
             raise refusal(
                 f"{self.hooks.kind.__name__}.{name} returned several loaders, and this verb reads "
                 "one. Give it one after the other."

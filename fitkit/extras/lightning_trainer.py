@@ -147,6 +147,10 @@ class Trainer(Unknown):
         self.strategy: Strategy = Strategy(self)
         self.values: dict[str, Any] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Give copies of what refers to it None."""
+        return type(None), ()
+
     @property
     def fitkit_model(self) -> ServedModel | None:
         """The model; None when it is gone."""

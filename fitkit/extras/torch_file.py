@@ -36,6 +36,9 @@ _ZIP = b"PK\x03\x04"
 _FOLDER = 0x10
 # Under which name programs put the weights where they save more than these.
 _NESTED = ("state_dict", "model_state_dict")
+# What Lightning writes beside the weights, of which people ask.
+_FACTS = ("pytorch-lightning_version", "epoch", "global_step")
+_HPARAMS = "hyper_parameters"
 # As many of the names that a pickle asks for are listed.
 _SHOWN_NAMES = 5
 
@@ -77,12 +80,17 @@ class TorchFile:
                 if state_of(file) != state:
                     raise damaged(name, "it was written to while it was read")
                 weights = _weights_in(name, content, state.size_bytes)
+                weights.facts.update(self.facts(content))
             except CheckpointError:
                 raise
             except Exception as error:
                 # Not the cause: torch's own text advises to run what the file asks for.
                 raise CheckpointError(_refusal(name, file, error)) from None
         yield weights
+
+    def facts(self, content: object) -> dict[str, object]:
+        """Return what a file says of itself beside its weights."""
+        return {}
 
 
 class LightningFile(TorchFile):
@@ -96,6 +104,13 @@ class LightningFile(TorchFile):
             f"{os.fspath(path)!r} would be one of Lightning's files, which fitkit can read but "
             "not write. The names of weight files end in .h5, .safetensors or .pt."
         )
+
+    def facts(self, content: object) -> dict[str, object]:
+        """Return how far the training was, and the hyperparameters of the module."""
+        entries = _entries(content)
+        found = {name: entries[name] for name in _FACTS if name in entries}
+        hparams = _entries(entries.get(_HPARAMS))
+        return {**found, **{f"hparams.{name}": value for name, value in hparams.items()}}
 
 
 def _refusal(name: str, file: BinaryIO, error: Exception) -> str:

@@ -16,7 +16,6 @@ from fitkit.arguments import describe
 from fitkit.data.batches import Batch, NoRows, unpack_batch
 from fitkit.distributed.collectives import Collectives, Solo
 from fitkit.errors import ConfigurationError
-from fitkit.hooks import overridden
 from fitkit.modes import modes_restored
 from fitkit.module import Module
 from fitkit.random_states import random_state, set_random_state
@@ -246,7 +245,7 @@ class BatchTransforms:
         )
         self._transforms = transforms
         self._ranks: Collectives = compilation.strategy.data_ranks
-        if overridden(model, "transfer_batch_to_device"):
+        if not step.mover.is_ours:
             raise ConfigurationError(
                 "The run has batch transforms, but transfer_batch_to_device brings the batches "
                 "to the device within the step. Call the transforms there, or leave the hook out."

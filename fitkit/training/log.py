@@ -660,6 +660,7 @@ def noted_by(logbook: Logbook, rank: int) -> dict[str, Any]:
 
 
 def _means(all_sums: list[dict[str, tuple[float, float]]]) -> dict[str, Any]:
+    """Return the ranks' sums by name, divided by their counts: never a mean of means."""
     means = {}
     for name in dict.fromkeys(name for sums in all_sums for name in sums):
         pairs = [sums[name] for sums in all_sums if name in sums]

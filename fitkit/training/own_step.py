@@ -51,6 +51,7 @@ class StepContext:
         waiting: the values that hooks logged before the first batch, with which they count.
         ending: the values logged by a hook that is called with the pass's values; otherwise None.
         backward: computes a loss's gradients and averages them over the ranks; training only.
+        transfer: the data's own way to move a batch; None leaves that to the model.
     """
 
     name: str
@@ -65,11 +66,11 @@ class StepContext:
     waiting: list[tuple[str, Any, LogOptions, int | None]] = dataclasses.field(default_factory=list)
     ending: Logged | None = None
     backward: Callable[..., None] | None = None
+    transfer: Callable[[Any, torch.device], Any] | None = None
 
-    @staticmethod
-    def moved(own: Callable[..., Any], batch: Any, device: torch.device) -> Any:
-        """Return a batch moved by a model's own hook."""
-        return moved_by(own, batch, device)
+    def moved(self, own: Callable[..., Any], batch: Any, device: torch.device) -> Any:
+        """Return a batch moved by the data's own way, or else by a model's hook."""
+        return moved_by(self.transfer or own, batch, device)
 
     def transferred(self, batch: Any) -> Any:
         """Return a batch moved to the device in fitkit's way."""
@@ -206,6 +207,7 @@ def step_for(
     else:
         wrapped = wrapped_for_evaluation(model)
     _check_undivided(model, wrapped, stage)
+    transfer = None if source is None else source.whole.transfer
     compiled = CompiledStep(
         model,
         wrapped,
@@ -215,10 +217,11 @@ def step_for(
         ranks=strategy.data_ranks if stage == "training" else None,
         may_count=may_count,
         keeps_batches=source is not None and isinstance(source.whole, ArraySource),
+        transfer=transfer,
     )
-    context = StepContext(stage, compiled.logbook.logged, compiled)
+    context = StepContext(stage, compiled.logbook.logged, compiled, transfer=transfer)
     by_turns = stage == "training" and not model._updates_all
-    moves_parts = strategy.replicates and overridden(model, "transfer_batch_to_device")
+    moves_parts = strategy.replicates and not compiled.mover.is_ours
     if not (has_own_steps(model, stage) or by_turns or moves_parts):
         return context, compiled
     return context, OwnStep(model, context, wrapped)
@@ -228,13 +231,15 @@ def predict_step_for(model: Module, source: Source | None = None) -> tuple[StepC
     """Return the step of `predict`."""
     wrapped = wrapped_for_evaluation(model)
     _check_undivided(model, wrapped, "predict")
+    transfer = None if source is None else source.whole.transfer
     compiled = CompiledStep(
         model,
         wrapped,
         predicts=True,
         keeps_batches=source is not None and isinstance(source.whole, ArraySource),
+        transfer=transfer,
     )
-    context = StepContext("predict", compiled.logbook.logged, compiled)
+    context = StepContext("predict", compiled.logbook.logged, compiled, transfer=transfer)
     if has_own_steps(model, "predict"):
         return context, OwnStep(model, context, wrapped)
     return context, compiled
@@ -289,7 +294,7 @@ class OwnStep:
         self._has_end = overridden(model, f"{stage}_step_end")
         # A transfer of the model's own is part of what is called through a wrapper: under dp each
         # replica brings its part to its own device.
-        self._moves = overridden(model, "transfer_batch_to_device")
+        self._moves = not self.mover.is_ours
         self._has_loss = stage != "predict"
         self._needs_loss = stage == "training" and model.automatic_optimization
         self._is_first = True
@@ -298,7 +303,9 @@ class OwnStep:
 
     def enter_again(self) -> None:
         """Call the model's step as the model is wrapped now."""
-        self.enter: Callable[..., Any] = entry_of(self.model, self.wrapped, self.method)
+        self.enter: Callable[..., Any] = entry_of(
+            self.model, self.wrapped, self.method, moves=not self.mover.is_ours
+        )
 
     def begin(self) -> None:
         """Begin a new pass."""
@@ -514,10 +521,16 @@ Step = CompiledStep | OwnStep
 """A batch's step: as `compile` describes it, or by the model's own hooks."""
 
 
-def entry_of(model: Module, wrapped: WrappedModel, method: str) -> Callable[..., Any]:
+def entry_of(
+    model: Module, wrapped: WrappedModel, method: str, *, moves: bool
+) -> Callable[..., Any]:
     """How to call a step of a wrapped model: the step itself where nothing stands
-    between."""
-    if overridden(model, "transfer_batch_to_device"):
+    between.
+
+    Args:
+        moves: whether the data or the model move batches in their own way.
+    """
+    if moves:
 
         def enter(batch: Any, *arguments: Any) -> Any:
             return wrapped("_step_on_device", batch, method, *arguments)

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import fractions
 import numbers
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Literal, TypeAlias, TypeVar
 
 import torch
@@ -26,11 +26,15 @@ from fitkit.data.sources import (
     validation_sets,
 )
 from fitkit.errors import ConfigurationError
+from fitkit.guests import OpenedData
 from fitkit.losses.class_weights import ClassWeights
 from fitkit.progress import Progress
-from fitkit.typing import Arrays, Data, Verbose
+from fitkit.typing import Arrays, BatchData, Data, Verbose
 
 Arguments = TypeVar("Arguments")
+
+Transferring: TypeAlias = Callable[[BatchData, torch.device], BatchData]
+"""A function that moves a batch to a device."""
 
 Parts: TypeAlias = tuple[object, object, object]
 """Data as `x`, `y` and `sample_weight`."""
@@ -90,6 +94,7 @@ class FitArguments:
         held_out: the data to validate on, by the sets' names. A single one has the empty name.
         accumulate: batches per update, if `effective_batch_size` says so.
         resumed: where a saved training stopped; None for a new one.
+        transfer: moves a batch of these data to a device; None leaves that to the model.
 
     Raises:
         ArgumentTypeError, ConfigurationError: from the constructor, for any argument.
@@ -117,6 +122,7 @@ class FitArguments:
     held_out: dict[str, Source] = dataclasses.field(init=False, default_factory=dict)
     accumulate: int | None = dataclasses.field(init=False, default=None)
     resumed: Progress | None = dataclasses.field(init=False, default=None)
+    transfer: Transferring | None = dataclasses.field(init=False, default=None)
 
     def __post_init__(self) -> None:
         check_data_type(self.x)
@@ -193,6 +199,17 @@ class FitArguments:
         """Whether epoch `epoch` (from 0) ends with a validation."""
         return is_due(self.validation_freq, epoch)
 
+    def reading(self, opened: OpenedData) -> FitArguments:
+        """Return these arguments for what another library's object stands for."""
+        held_out = self.validation_data
+        return _with(
+            self,
+            x=opened.x,
+            validation_data=opened.validation_data if held_out is None else held_out,
+            callback_list=CallbackList([self.callback_list.callbacks, opened.callback]),
+            transfer=opened.transfer,
+        )
+
     def resumed_at(self, progress: Progress) -> FitArguments:
         """Return these arguments, to continue where a saved training stopped."""
         return _with(self, resumed=progress, initial_epoch=progress.epoch)
@@ -241,6 +258,8 @@ class FitArguments:
             name: self._held_out(source, parts, float_dtype, set_label(name))
             for name, parts in validation.items()
         }
+        for one in (source, *held_out.values()):
+            one.transfer = self.transfer
         return _with(self, source=source, held_out=held_out, accumulate=accumulate)
 
     def _held_out(
@@ -298,6 +317,7 @@ class EvaluateArguments:
     Attributes:
         callback_list: what `callbacks` stands for.
         source: the data; see `prepared`.
+        transfer: as in `FitArguments`.
     """
 
     x: Data | None
@@ -309,6 +329,7 @@ class EvaluateArguments:
     sample_weight: Arrays | None = None
     callback_list: CallbackList = dataclasses.field(init=False)
     source: Source = dataclasses.field(init=False)
+    transfer: Transferring | None = dataclasses.field(init=False, default=None)
 
     def __post_init__(self) -> None:
         check_data_type(self.x)
@@ -317,6 +338,11 @@ class EvaluateArguments:
         chosen_verbose(self.verbose)
         vars(self)["callback_list"] = CallbackList(self.callbacks)
 
+    def reading(self, opened: OpenedData) -> EvaluateArguments:
+        """Return these arguments for what another library's object stands for."""
+        callbacks = CallbackList([self.callback_list.callbacks, opened.callback])
+        return _with(self, x=opened.x, callback_list=callbacks, transfer=opened.transfer)
+
     def prepared(
         self, float_dtype: torch.dtype, ranks: int, effective_batch_size: int | None
     ) -> EvaluateArguments:
@@ -324,6 +350,7 @@ class EvaluateArguments:
         source = make_source(
             self.x, self.y, self.sample_weight, batch_size=self.batch_size, float_dtype=float_dtype
         )
+        source.transfer = self.transfer
         return _with(self, source=source)
 
     def for_other_ranks(self) -> EvaluateArguments:

@@ -88,6 +88,7 @@ class CompiledStep:
         ranks: the ranks that train together, in training; otherwise None.
         may_count: whether losses may be means over something other than samples.
         keeps_batches: whether batches are rows of arrays, not a generator's.
+        transfer: the data's own way to move a batch; None leaves that to the model.
 
     Attributes:
         may_count: as given.
@@ -107,6 +108,7 @@ class CompiledStep:
         ranks: Collectives | None = None,
         may_count: bool = False,
         keeps_batches: bool = False,
+        transfer: Callable[[Any, torch.device], Any] | None = None,
     ) -> None:
         compilation = model._fitkit.compilation
         strategy: Strategy = compilation.strategy
@@ -119,7 +121,7 @@ class CompiledStep:
         if self._guest is not None:
             self._guest.begin(strategy.world.rank)
         self.caller: Caller = caller_of(model)
-        self.mover: Mover = mover_of(model)
+        self.mover: Mover = mover_of(model, transfer)
         self._unpack = unpacker_of(model, None if predicts else name)
         self._ranks = ranks
         self.synchronization: Synchronization | None = None
@@ -619,13 +621,18 @@ def is_plain_wrapper(model: nn.Module) -> bool:
     return is_ours and isinstance(model.net, nn.Module)
 
 
-def mover_of(model: Module) -> Mover:
-    """Return the mover of batches to the model's device, in the model's dtype."""
+def mover_of(model: Module, own: Callable[..., Any] | None = None) -> Mover:
+    """Return the mover of batches to the model's device, in the model's dtype.
+
+    Args:
+        own: the data's own way, which goes before the model's.
+    """
     compilation = model._fitkit.compilation
     strategy, word = compilation.strategy, compilation.given.memory_format
     format_of_images = None if word is None else MEMORY_FORMATS[word]
     labels = (*LABEL_KEYS, *trees.leaves(compilation.given.target or ()))
     dtype = strategy.precision.input_dtype(model)
     transfer = Transfer(strategy.device, dtype, format_of_images, labels)
-    own = model.transfer_batch_to_device if overridden(model, "transfer_batch_to_device") else None
+    if own is None and overridden(model, "transfer_batch_to_device"):
+        own = model.transfer_batch_to_device
     return Mover(transfer, own)
