@@ -206,8 +206,8 @@ class LightningModel(ServedModel):
             yield {**given, "callbacks": [configured, given.get("callbacks")]}
             hooks.ask("teardown", stage)
         finally:
-            self.data = outer_data
             if is_nested:
+                self.data = outer_data
                 self._note(outer)
                 state.fn, state.stage, state.status = before
             else:  # the data may go

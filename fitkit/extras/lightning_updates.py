@@ -223,10 +223,7 @@ class HookedUpdate(Update):
                     f"{self._hooks.kind.__name__} overrides backward, but strategy="
                     f"{self._strategy.name!r} computes gradients itself. Use 'ddp'.",
                 )
-            own: Callable[..., Any] = partial(self._hooks.call, "backward")
-            self.backward = own
-            if self._scaling is not None:
-                self.backward = partial(self._scaling.backward, through=own)
+            self.backward = partial(self._hooks.call, "backward")
 
     def begin(self) -> None:
         if self._batches or not self._hooks.has("optimizer_zero_grad"):
@@ -267,14 +264,20 @@ class HookedUpdate(Update):
         self.apply.after_backward()
         return outcome
 
-    def _backward_part(
-        self, loss: torch.Tensor, count: float | torch.Tensor, weight: float | torch.Tensor
-    ) -> None:
-        if self._carrier is None or self._exchanges or not self._hooks.has("backward"):
-            super()._backward_part(loss, count, weight)
+    def _add_gradients(self, loss: torch.Tensor, count: float | torch.Tensor) -> None:
+        if self._exchanges or not (self._tally.is_carried and self._hooks.has("backward")):
+            super()._add_gradients(loss, count)
             return
-        counts = torch.as_tensor(count, dtype=self._carrier.dtype, device=self._carrier.device)
-        self.backward(_Counted.apply(loss * weight, self._carrier, counts))
+        (carrier,) = self._tally.parameters
+        counts = torch.as_tensor(count, dtype=carrier.dtype, device=carrier.device)
+
+        def backward(scaled: torch.Tensor) -> None:
+            self.backward(_Counted.apply(scaled, carrier, counts))
+
+        if self._scaling is None:
+            backward(loss)
+        else:
+            self._scaling.backward(loss, backward)
 
 
 class _Counted(torch.autograd.Function):
