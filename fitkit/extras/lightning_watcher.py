@@ -31,6 +31,29 @@ class Watcher(Callback):
     def __init__(self, stage: str) -> None:
         self.stage = stage
 
+    # ------------------------------------------------------------------ files
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `on_save_checkpoint` adds to a checkpoint."""
+        if not self.model.hooks.has("on_save_checkpoint"):
+            return {}
+        checkpoint = self._checkpoint()
+        given = set(checkpoint)
+        self.model.hooks.call("on_save_checkpoint", checkpoint)
+        return {name: value for name, value in checkpoint.items() if name not in given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Give `on_load_checkpoint` what was added."""
+        self.model.hooks.ask("on_load_checkpoint", {**self._checkpoint(), **state})
+
+    def _checkpoint(self) -> dict[str, Any]:
+        model = self.model
+        return {
+            "epoch": model.current_epoch,
+            "global_step": model.global_step,
+            "state_dict": dict(model.net.state_dict()),
+        }
+
     # ------------------------------------------------------------------ fit
 
     def on_train_begin(self, logs: Logs | None = None) -> None:

@@ -495,3 +495,43 @@ def test_a_module_without_a_training_step_trains_by_a_compiled_loss():
     history = model.fit(loader(), epochs=3, verbose=0)
     assert history.history["loss"][-1] < history.history["loss"][0]
     assert model.predict(loader(), verbose=0).shape == (24, 1)
+
+
+# ---------------------------------------------------------------------- what hooks add to files
+
+
+class Counting(pl.LightningModule):
+    """Keeps in checkpoints how many batches it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+        self.seen = 0
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.seen += 1
+        return torch.nn.functional.mse_loss(self.net(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def on_save_checkpoint(self, checkpoint):
+        assert set(checkpoint["state_dict"]) == {"net.weight", "net.bias"}
+        checkpoint["seen"] = self.seen
+
+    def on_load_checkpoint(self, checkpoint):
+        self.seen = checkpoint["seen"]
+
+
+def test_what_on_save_checkpoint_adds_comes_back_when_the_training_is_resumed(tmp_path):
+    data = torch.utils.data.TensorDataset(torch.rand(12, 4), torch.rand(12, 1))
+    train = torch.utils.data.DataLoader(data, 4)
+    first = Counting()
+    model = model_of(first)
+    model.fit(train, epochs=2, verbose=0)
+    model.save(tmp_path / "two.h5")
+    again = Counting()
+    resumed = model_of(again)
+    resumed.fit(train, epochs=3, verbose=0, resume_from=tmp_path / "two.h5")
+    assert (first.seen, again.seen) == (6, 9)
