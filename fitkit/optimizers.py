@@ -17,7 +17,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from fitkit.arguments import check_number, describe
 from fitkit.distributed.spread.in_place import held_by as held_by
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
-from fitkit.registry import Registry, imported_on_demand, nearest
+from fitkit.registry import Registry, imported_on_demand, nearest, subclass_of
 from fitkit.shortcuts import Shortcut
 
 Chooses = Callable[[str, nn.Parameter], bool]
@@ -198,6 +198,8 @@ OPTIMIZERS: Registry[type[Optimizer]] = Registry(
     "optimizer",
     hint="Or give a class, a functools.partial, a factory or an instance.",
     group="fitkit.optimizers",
+    accepts=subclass_of(Optimizer, or_maker=True),
+    expected="a subclass of torch.optim.Optimizer, or a function that makes one",
 )
 for _name, _class in vars(torch.optim).items():
     if isinstance(_class, type) and issubclass(_class, Optimizer) and _class is not Optimizer:

@@ -25,7 +25,13 @@ from fitkit.checkpoint.arrays import Described, Numbering
 from fitkit.checkpoint.codec import decode_state, encode_state
 from fitkit.checkpoint.container import read_container, refusals, write_container
 from fitkit.checkpoint.frozen import NOTHING_FROZEN, Frozen, add_note
-from fitkit.errors import ArgumentTypeError, CheckpointError, FitkitError, is_out_of_memory
+from fitkit.errors import (
+    ArgumentTypeError,
+    CheckpointError,
+    ConfigurationError,
+    FitkitError,
+    is_out_of_memory,
+)
 from fitkit.registry import Registry, unknown_name
 from fitkit.version import __version__
 
@@ -97,12 +103,29 @@ class WeightFormat(Protocol):
         """Open a file after checking it."""
 
 
-FORMATS: Registry[WeightFormat] = Registry("suffix", group="fitkit.formats")
+def _is_format(entry: Any) -> bool:
+    has_both = all(callable(getattr(entry, name, None)) for name in ("write", "open"))
+    return has_both and not isinstance(entry, type)
+
+
+FORMATS: Registry[WeightFormat] = Registry(
+    "suffix",
+    group="fitkit.formats",
+    accepts=_is_format,
+    expected="an object with write and open",
+)
 
 
 def written_suffixes() -> tuple[str, ...]:
     """Return the ends of the names of weight files that can be written, not only read."""
-    return tuple(s for s in FORMATS if not getattr(FORMATS[s], "is_read_only", False))
+    return tuple(suffix for suffix in FORMATS if _is_written(suffix))
+
+
+def _is_written(suffix: str) -> bool:
+    try:
+        return not getattr(FORMATS[suffix], "is_read_only", False)
+    except FitkitError:  # an installed package's mistake, which its own name tells
+        return False
 
 
 def format_of(path: str | os.PathLike[str]) -> WeightFormat:
@@ -114,6 +137,11 @@ def format_of(path: str | os.PathLike[str]) -> WeightFormat:
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentTypeError(f"path={describe(path)} must be a string or a path.")
     suffix = PurePath(path).suffix
+    if suffix not in FORMATS and suffix and suffix[1:] in FORMATS:
+        raise ConfigurationError(
+            f"suffix={suffix!r} is registered as {suffix[1:]!r}, without its dot. A format's name "
+            "begins with the dot."
+        )
     if suffix not in FORMATS:
         hint = f"The format follows from the end of the file's name, here {os.fspath(path)!r}."
         raise unknown_name("suffix", suffix, FORMATS, hint)

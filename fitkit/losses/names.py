@@ -86,7 +86,7 @@ class LossNames(Registry[Definition]):
             spelled in self._entries or super().__contains__(name)
         )
 
-    def __getitem__(self, name: str) -> Definition:
+    def _found(self, name: str) -> Definition:
         """Return the loss called `name`.
 
         Raises:
@@ -99,7 +99,7 @@ class LossNames(Registry[Definition]):
                 f"loss={name!r} may mean several losses. Write one of {choices}. The first takes "
                 "logits, the others probabilities."
             )
-        return self._entries.get(spelled) or super().__getitem__(name)
+        return self._entries[spelled] if spelled in self._entries else super()._found(name)
 
 
 _AMBIGUOUS = ("crossentropy", "ce")
@@ -115,6 +115,8 @@ LOSSES = LossNames(
     "loss",
     "A torch.nn loss and a callable (prediction, target) are losses too.",
     group="fitkit.losses",
+    accepts=lambda entry: isinstance(entry, Definition),
+    expected="a Definition (fitkit.seams)",
 )
 
 TORCH_FUNCTIONS: dict[object, Definition] = {}

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fitkit.accelerators import widest_dtype
-from fitkit.errors import ConfigurationError
+from fitkit.errors import ConfigurationError, FitkitError
 from fitkit.losses import formulas
 from fitkit.losses.formulas import EPSILON
 from fitkit.metrics.conversions import (
@@ -154,12 +154,21 @@ NAMES: Registry[Named] = Registry(
     "A torchmetrics object or a callable (prediction, target) is accepted too.",
     group="fitkit.metrics",
     page="docs/losses-and-metrics.md",
+    accepts=lambda entry: isinstance(entry, Named),
+    expected="a Named (fitkit.seams)",
 )
 
 
 def weightable_names() -> list[str]:
     """Return the names that weighted_metrics can have."""
-    return sorted(name for name in NAMES if NAMES[name].weightable)
+    return sorted(filter(_is_weightable, NAMES))
+
+
+def _is_weightable(name: str) -> bool:
+    try:
+        return NAMES[name].weightable
+    except FitkitError:  # an installed package's mistake, which its own name tells
+        return False
 
 
 # ---- means over entries: own code, because torchmetrics has no sample weights, costs more a
