@@ -11,8 +11,9 @@ registry also knows the names that installed packages add by entry points.
 | a callback, a logger | `Callback`, `fitkit.loggers.Logger` | `CALLBACKS` |
 | a strategy, a way to average gradients | `Strategy`, `Engine` | `STRATEGIES` |
 | a precision | `Precision` | `PRECISIONS` |
-| a loss, a metric | a function, a torchmetrics class | `LOSSES`, `METRICS` |
-| an optimizer, a schedule | torch's classes | `OPTIMIZERS`, `SCHEDULERS` |
+| a loss | a function, or a `Definition` of its meaning | `LOSSES` |
+| a metric | a function, torchmetrics' class, or a `Named` with a `Mean` | `METRICS` |
+| an optimizer, a schedule | torch's class, or a function | `OPTIMIZERS`, `SCHEDULERS` |
 | a kind of network | `Guest` | `GUESTS` |
 | a format of weight files | `WeightFormat` | `FORMATS` |
 | a change of whole training batches | `BatchTransform` | `compile(batch_transforms=…)` |

@@ -37,7 +37,11 @@ from fitkit.metrics.conversions import (
     scores_and_labels,
 )
 from fitkit.metrics.sums import Mean, Values
-from fitkit.metrics.torchmetrics_adapter import TorchMetric, torchmetrics_module
+from fitkit.metrics.torchmetrics_adapter import (
+    TorchMetric,
+    is_torchmetric_class,
+    torchmetrics_module,
+)
 from fitkit.outputs import IGNORED
 from fitkit.registry import Registry
 
@@ -149,13 +153,24 @@ class Named:
     weightable: bool
 
 
-NAMES: Registry[Named] = Registry(
+NamedMetric: TypeAlias = Named | Callable[..., Any]
+"""What a metric's name may stand for: a `Named`, a function, or torchmetrics' class or object."""
+
+
+def _can_have_a_name(entry: Any) -> bool:
+    if isinstance(entry, type):
+        return is_torchmetric_class(entry)
+    return isinstance(entry, Named) or callable(entry)
+
+
+NAMES: Registry[NamedMetric] = Registry(
     "metric",
     "A torchmetrics object or a callable (prediction, target) is accepted too.",
     group="fitkit.metrics",
     page="docs/losses-and-metrics.md",
-    accepts=lambda entry: isinstance(entry, Named),
-    expected="a Named (fitkit.seams)",
+    accepts=_can_have_a_name,
+    expected="a function (prediction, target), torchmetrics' class or object, "
+    "or a Named (fitkit.seams)",
 )
 
 
@@ -166,9 +181,10 @@ def weightable_names() -> list[str]:
 
 def _is_weightable(name: str) -> bool:
     try:
-        return NAMES[name].weightable
+        named = NAMES[name]
     except FitkitError:  # an installed package's mistake, which its own name tells
         return False
+    return isinstance(named, Named) and named.weightable
 
 
 # ---- means over entries: own code, because torchmetrics has no sample weights, costs more a

@@ -166,3 +166,78 @@ def test_an_entry_point_of_a_wrong_kind_is_told_in_the_same_way(tmp_path, monkey
                 registry["installed_thing"]
     finally:
         sys.modules.pop("wrong_kinds", None)
+
+
+def squares(prediction, target):
+    return ((prediction - target) ** 2).mean(1)
+
+
+def batch_squares(prediction, target):
+    return ((prediction - target) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    "loss", [squares, batch_squares, nn.functional.huber_loss, nn.HuberLoss(delta=0.5)]
+)
+def test_a_name_of_a_function_or_torchs_loss_trains_as_the_object_does(loss):
+    LOSSES.add("by_name", loss)
+    torch.manual_seed(0)
+    x, y, weight = torch.randn(12, 2), torch.randn(12, 1), torch.rand(12)
+    options = {} if loss is batch_squares else {"sample_weight": weight}
+    nets, found = [], []
+    for given in (loss, "By-Name"):
+        torch.manual_seed(1)
+        model = model_of(loss=given)
+        history = model.fit(x, y, batch_size=5, shuffle=False, verbose=0, **options)
+        nets.append(model.net.weight)
+        found.append((history.history["loss"], model.evaluate(x, y, verbose=0)))
+    assert torch.equal(*nets) and found[0] == found[1]
+
+
+def test_a_module_with_parameters_of_its_own_gets_no_name():
+    class Learned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, prediction, target):
+            return self.scale * (prediction - target).square().mean()
+
+    LOSSES.add("learned", Learned())
+    with pytest.raises(TypeError, match="as an object of .*Learned, which isn't a function"):
+        model_of(loss="learned")
+
+
+def test_a_named_function_is_a_metric_and_sample_weights_weigh_it():
+    METRICS.add("squares_by_name", squares)
+    torch.manual_seed(0)
+    x, y, weight = torch.randn(12, 2), torch.randn(12, 1), torch.rand(12)
+    model = model_of(metrics=["squares_by_name"], weighted_metrics=["squares_by_name"])
+    found = model.evaluate(x, y, batch_size=5, sample_weight=weight, verbose=0, return_dict=True)
+    each = (model.net(x) - y).detach().double().square()[:, 0]
+    assert found["squares_by_name"] == pytest.approx(each.mean().item(), rel=1e-6)
+    expected = (each * weight).sum() / weight.sum()
+    assert found["weighted_squares_by_name"] == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_torchmetrics_classes_objects_and_collections_are_metrics_by_name():
+    torchmetrics = pytest.importorskip("torchmetrics")
+    kept = torchmetrics.MinkowskiDistance(p=3)
+    METRICS.add("by_class", torchmetrics.MeanAbsoluteError)
+    METRICS.add("by_object", kept)
+    METRICS.add("several", torchmetrics.MetricCollection([torchmetrics.MeanSquaredError()]))
+    METRICS.add("needs_more", torchmetrics.MinkowskiDistance)
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 2), torch.randn(12, 1)
+    model = model_of(metrics=["by_class", "By-Object", "several"])
+    error = (model.net(x) - y).detach().double().abs()
+    for _ in range(2):  # no samples of an earlier call stay
+        found = model.evaluate(x, y, batch_size=5, verbose=0, return_dict=True)
+        assert found["by_class"] == pytest.approx(error.mean().item(), rel=1e-5)
+        assert found["By-Object"] == pytest.approx((error**3).sum().item() ** (1 / 3), rel=1e-5)
+        assert found["several"] == pytest.approx(error.square().mean().item(), rel=1e-5)
+    assert kept._update_count == 0
+    with pytest.raises(fitkit.ConfigurationError, match="weighted_metrics has MeanAbsoluteError"):
+        model_of(weighted_metrics=["by_class"])
+    with pytest.raises(fitkit.ConfigurationError, match="which can't be made without arguments"):
+        model_of(metrics=["needs_more"])
