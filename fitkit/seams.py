@@ -83,9 +83,7 @@ from fitkit.checkpoint.formats import (
     open_weights,
     weights_in,
 )
-from fitkit.checkpoint.frozen import (
-    noted,
-)
+from fitkit.checkpoint.frozen import Frozen, noted
 from fitkit.checkpoint.header import (
     FORMAT_VERSION,
     damaged,
@@ -247,6 +245,7 @@ __all__ = [
     "DrawnSource",
     "Elsewhere",
     "Engine",
+    "Frozen",
     "Guest",
     "HeldInterrupts",
     "JSONLinesFile",

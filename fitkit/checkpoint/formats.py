@@ -80,6 +80,10 @@ class WeightSource(Protocol):
     def versions(self) -> Mapping[str, int]:
         """The version of each submodule's state, where the format has them."""
 
+    @property
+    def frozen(self) -> Frozen:
+        """The parameters that are left out on purpose. May be absent if the format holds none."""
+
     def describe(self) -> dict[str, Described]:
         """Return the shape and dtype of each tensor, by name."""
 
@@ -94,7 +98,11 @@ class WeightSource(Protocol):
 
 
 class WeightFormat(Protocol):
-    """One way to put weights into a file."""
+    """One way to put weights into a file.
+
+    An attribute `holds` names what its files hold beside tensors: `("extra", "frozen")`, or one of
+    them. Weights that have what isn't there are refused before `write` is called.
+    """
 
     def write(self, path: str | os.PathLike[str], weights: Weights) -> None:
         """Write a file, whole or not at all."""
@@ -146,6 +154,26 @@ def format_of(path: str | os.PathLike[str]) -> WeightFormat:
         hint = f"The format follows from the end of the file's name, here {os.fspath(path)!r}."
         raise unknown_name("suffix", suffix, FORMATS, hint)
     return FORMATS[suffix]
+
+
+def check_holds(path: str | os.PathLike[str], weights: Weights) -> None:
+    """Refuse weights of which the format would lose a part, so that no file lacks it.
+
+    Raises:
+        ConfigurationError: with the part that its files don't hold.
+    """
+    held = getattr(format_of(path), "holds", ())
+    what = f"{os.fspath(path)} can't be written: its format, {PurePath(path).suffix}, "
+    if weights.extra and "extra" not in held:
+        raise ConfigurationError(
+            f"{what}holds no state but tensors, and {', '.join(map(repr, weights.extra))} "
+            "(get_extra_state) would be lost. Save to a file that ends in .h5."
+        )
+    if weights.frozen.dtypes and "frozen" not in held:
+        raise ConfigurationError(
+            f"{what}can't say which parameters trainable_only=True left out, so the file couldn't "
+            "be loaded again. Leave trainable_only out, or save to a file that ends in .h5."
+        )
 
 
 class TensorReader(Protocol):
@@ -273,6 +301,8 @@ SUFFIXES = (".h5", ".hdf5")
 
 class HDF5:
     """The format of `.h5` files: digest, tied tensors stored once, extra state as JSON."""
+
+    holds = ("extra", "frozen")
 
     def write(self, path: str | os.PathLike[str], weights: Weights) -> None:
         """Write a file with nothing but `weights`."""
