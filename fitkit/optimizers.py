@@ -25,7 +25,7 @@ from fitkit.parameter_groups import (
 )
 from fitkit.parameter_groups import check_layer_decay as check_layer_decay
 from fitkit.parameter_groups import parameter_groups as parameter_groups
-from fitkit.registry import Registry, imported_on_demand, nearest
+from fitkit.registry import Registry, imported_on_demand, nearest, subclass_of
 from fitkit.shortcuts import Shortcut
 
 
@@ -139,6 +139,8 @@ OPTIMIZERS: Registry[type[Optimizer]] = Registry(
     "optimizer",
     hint="Or give a class, a functools.partial, a factory or an instance.",
     group="fitkit.optimizers",
+    accepts=subclass_of(Optimizer, or_maker=True),
+    expected="a subclass of torch.optim.Optimizer, or a function that makes one",
 )
 for _name, _class in vars(torch.optim).items():
     if isinstance(_class, type) and issubclass(_class, Optimizer) and _class is not Optimizer:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
-from fitkit.errors import ConfigurationError
+from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.foreign_names import instead, no_attribute
 
 Entry = TypeVar("Entry")
@@ -72,13 +72,25 @@ class Registry(Generic[Entry]):
         group: the group of entry points by which installed packages add names. Each is loaded when
             its name is looked up. None for no such names.
         page: the page that lists all names, if there are many.
+        accepts: whether an entry is of the right kind. Each look-up asks. None accepts all.
+        expected: what `accepts` asks for, as it follows "which isn't" in the error.
     """
 
-    def __init__(self, kind: str, hint: str = "", group: str | None = None, page: str = "") -> None:
+    def __init__(
+        self,
+        kind: str,
+        hint: str = "",
+        group: str | None = None,
+        page: str = "",
+        accepts: Callable[[Any], bool] | None = None,
+        expected: str = "",
+    ) -> None:
         self.kind = kind
         self.hint = hint
         self.page = page
         self.group = group
+        self.accepts = accepts
+        self.expected = expected
         self._entries: dict[str, Entry] = {}
         self._spelling: dict[str, str] = {}
         self._promised: dict[str, importlib.metadata.EntryPoint] = {}
@@ -102,7 +114,7 @@ class Registry(Generic[Entry]):
         """
         for spelling in (name, *aliases):
             form = normalise(spelling)
-            if form in self._spelling and _origin(self[spelling]) != _origin(entry):
+            if form in self._spelling and _origin(self._found(spelling)) != _origin(entry):
                 raise ValueError(f"{self.kind} {spelling!r} is there already. Choose another name.")
             self._entries[form] = entry
             self._spelling[form] = spelling
@@ -114,7 +126,7 @@ class Registry(Generic[Entry]):
 
     def holds(self, name: str, entry: object) -> bool:
         """Whether a registered name stands for `entry`. No installed package is looked for."""
-        return normalise(name) in self._spelling and self[name] is entry
+        return normalise(name) in self._spelling and self._found(name) is entry
 
     def __iter__(self) -> Iterator[str]:
         yield from self._spelling.values()
@@ -128,7 +140,18 @@ class Registry(Generic[Entry]):
         Raises:
             ConfigurationError: the name is unknown (the message has the nearest and all names), or
                 an installed package's entry point can't be imported.
+            ArgumentTypeError: what was registered isn't of this registry's kind.
         """
+        entry = self._found(name)
+        if self.accepts is not None and not self.accepts(entry):
+            raise ArgumentTypeError(
+                f"{self.kind}={name!r} is registered as {_described(entry)}, which isn't "
+                f"{self.expected}."
+            )
+        return entry
+
+    def _found(self, name: str) -> Entry:
+        """Return what was registered under a name, of whatever kind it is."""
         form = normalise(name)
         if form in self._entries:
             return self._entries[form]
@@ -157,6 +180,15 @@ class Registry(Generic[Entry]):
         return {normalise(point.name): point for point in found}
 
 
+def subclass_of(base: type, *, or_maker: bool = False) -> Callable[[Any], bool]:
+    """Return what says whether an entry is a subclass of `base`, or a function if `or_maker`."""
+
+    def accepts(entry: Any) -> bool:
+        return issubclass(entry, base) if isinstance(entry, type) else or_maker and callable(entry)
+
+    return accepts
+
+
 def imported_on_demand(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """Make the `__getattr__` of a module that imports some of its names when one asks for them.
 
@@ -175,6 +207,14 @@ def imported_on_demand(module: str, homes: Mapping[str, str]) -> Callable[[str],
         return value
 
     return get
+
+
+def _described(entry: Any) -> str:
+    """Return what an entry is, in words for a message."""
+    name = getattr(entry, "__qualname__", None)
+    if name is not None:
+        return f"the {'class' if isinstance(entry, type) else 'function'} {name}"
+    return repr(entry) if isinstance(entry, str) else f"an object of {type(entry).__qualname__}"
 
 
 def _origin(entry: Any) -> Any:

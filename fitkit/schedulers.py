@@ -18,10 +18,20 @@ from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.optimizers import shown
 from fitkit.registry import Registry
 
+
+def _makes_scheduler(entry: Any) -> bool:
+    """Whether an entry is a scheduler's class, or a function that may make one."""
+    if isinstance(entry, type):
+        return callable(getattr(entry, "step", None)) and not issubclass(entry, Optimizer)
+    return callable(entry)
+
+
 SCHEDULERS: Registry[Any] = Registry(
     "lr_scheduler",
     hint="Or give a class, a functools.partial, a factory or an instance.",
     group="fitkit.schedulers",
+    accepts=_makes_scheduler,
+    expected="a scheduler's class, or a function that makes one",
 )
 for _name, _class in vars(lr_scheduler).items():
     if (

@@ -11,8 +11,9 @@ registry also knows the names that installed packages add by entry points.
 | a callback, a logger | `Callback`, `fitkit.loggers.Logger` | `CALLBACKS` |
 | a strategy, a way to average gradients | `Strategy`, `Engine` | `STRATEGIES` |
 | a precision | `Precision` | `PRECISIONS` |
-| a loss, a metric | a function, a torchmetrics class | `LOSSES`, `METRICS` |
-| an optimizer, a schedule | torch's classes | `OPTIMIZERS`, `SCHEDULERS` |
+| a loss | a function, or a `Definition` of its meaning | `LOSSES` |
+| a metric | a function, torchmetrics' class, or a `Named` with a `Mean` | `METRICS` |
+| an optimizer, a schedule | torch's class, or a function | `OPTIMIZERS`, `SCHEDULERS` |
 | a kind of network | `Guest` | `GUESTS` |
 | a kind of data | a function that returns `OpenedData` | `DATA` |
 | a kind of module with its own steps | `fitkit.Model` | `MODELS` |
@@ -84,9 +85,7 @@ from fitkit.checkpoint.formats import (
     open_weights,
     weights_in,
 )
-from fitkit.checkpoint.frozen import (
-    noted,
-)
+from fitkit.checkpoint.frozen import Frozen, noted
 from fitkit.checkpoint.header import (
     FORMAT_VERSION,
     damaged,
@@ -255,6 +254,7 @@ __all__ = [
     "DrawnSource",
     "Elsewhere",
     "Engine",
+    "Frozen",
     "Guest",
     "HeldInterrupts",
     "JSONLinesFile",

@@ -126,8 +126,10 @@ counting = shed:Counting
 remembering = shed:Remembering
 [fitkit.losses]
 fourth_power = shed:fourth_power
+as_function = shed:quartic
 [fitkit.metrics]
 distance = shed:distance
+as_function = shed:largest
 [fitkit.optimizers]
 halving = shed:Halving
 [fitkit.formats]
@@ -168,10 +170,15 @@ assert shed.seen[:2] == [("batch", 0), ("batch", 1)], shed.seen
 (kind, step, value), = shed.seen[2:]
 assert kind == "epoch" and abs(value - sum(losses) / 2) < 1e-9, (shed.seen, losses)
 
-model.compile(precision="rounded", strategy="auto")
+model.compile(
+    loss="as_function", metrics=["distance", "as_function"], precision="rounded", strategy="auto"
+)
 found = model.evaluate(x, y, verbose=0, return_dict=True)
 expected = (by_hand(x).round() - y).abs().mean().item()
 assert abs(found["distance"] - expected) < 1e-9, (found, expected)
+assert abs(found["as_function"] - expected) < 1e-9, (found, expected)
+expected = ((by_hand(x).round() - y) ** 4).mean().item()
+assert abs(found["loss"] - expected) < 1e-9, (found, expected)
 
 model.save_weights("weights.npz")
 twin = fitkit.Model(net())

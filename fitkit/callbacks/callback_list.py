@@ -13,7 +13,7 @@ from fitkit.callbacks.base import HOOKS, SHORT_NAMES, Callback, Logs, overrides,
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 from fitkit.module import Module
 from fitkit.outputs import EMPTY_MEAN
-from fitkit.registry import Registry
+from fitkit.registry import Registry, subclass_of
 from fitkit.shortcuts import Shortcut
 
 Hook = Callable[..., Any]
@@ -146,6 +146,8 @@ CALLBACKS: Registry[Callable[[], Callback]] = Registry(
     hint="A fitkit.callbacks.Callback or a list of them is accepted too.",
     group="fitkit.callbacks",
     page="docs/callbacks.md",
+    accepts=subclass_of(Callback, or_maker=True),
+    expected="a subclass of fitkit.callbacks.Callback, or a function that makes one",
 )
 """Callbacks and loggers by name, and what makes each without arguments."""
 
@@ -198,7 +200,12 @@ def _named(name: str) -> Callback:
         raise ConfigurationError(
             f"callback={name!r} needs arguments. Write {called}({', '.join(needed)})."
         )
-    return make()
+    made = make()
+    if not isinstance(made, Callback):
+        raise ArgumentTypeError(
+            f"callback={name!r} gave {describe(made)}, not a fitkit.callbacks.Callback."
+        )
+    return made
 
 
 def report_error(error: BaseException, callbacks: CallbackList) -> None:

@@ -25,7 +25,13 @@ from fitkit.checkpoint.arrays import Described, Numbering
 from fitkit.checkpoint.codec import decode_state, encode_state
 from fitkit.checkpoint.container import read_container, refusals, write_container
 from fitkit.checkpoint.frozen import NOTHING_FROZEN, Frozen, add_note
-from fitkit.errors import ArgumentTypeError, CheckpointError, FitkitError, is_out_of_memory
+from fitkit.errors import (
+    ArgumentTypeError,
+    CheckpointError,
+    ConfigurationError,
+    FitkitError,
+    is_out_of_memory,
+)
 from fitkit.registry import Registry, unknown_name
 from fitkit.version import __version__
 
@@ -74,6 +80,10 @@ class WeightSource(Protocol):
     def versions(self) -> Mapping[str, int]:
         """The version of each submodule's state, where the format has them."""
 
+    @property
+    def frozen(self) -> Frozen:
+        """The parameters that are left out on purpose. May be absent if the format holds none."""
+
     def describe(self) -> dict[str, Described]:
         """Return the shape and dtype of each tensor, by name."""
 
@@ -88,7 +98,11 @@ class WeightSource(Protocol):
 
 
 class WeightFormat(Protocol):
-    """One way to put weights into a file."""
+    """One way to put weights into a file.
+
+    An attribute `holds` names what its files hold beside tensors: `("extra", "frozen")`, or one of
+    them. Weights that have what isn't there are refused before `write` is called.
+    """
 
     def write(self, path: str | os.PathLike[str], weights: Weights) -> None:
         """Write a file, whole or not at all."""
@@ -97,12 +111,29 @@ class WeightFormat(Protocol):
         """Open a file after checking it."""
 
 
-FORMATS: Registry[WeightFormat] = Registry("suffix", group="fitkit.formats")
+def _is_format(entry: Any) -> bool:
+    has_both = all(callable(getattr(entry, name, None)) for name in ("write", "open"))
+    return has_both and not isinstance(entry, type)
+
+
+FORMATS: Registry[WeightFormat] = Registry(
+    "suffix",
+    group="fitkit.formats",
+    accepts=_is_format,
+    expected="an object with write and open",
+)
 
 
 def written_suffixes() -> tuple[str, ...]:
     """Return the ends of the names of weight files that can be written, not only read."""
-    return tuple(s for s in FORMATS if not getattr(FORMATS[s], "is_read_only", False))
+    return tuple(suffix for suffix in FORMATS if _is_written(suffix))
+
+
+def _is_written(suffix: str) -> bool:
+    try:
+        return not getattr(FORMATS[suffix], "is_read_only", False)
+    except FitkitError:  # an installed package's mistake, which its own name tells
+        return False
 
 
 def format_of(path: str | os.PathLike[str]) -> WeightFormat:
@@ -114,10 +145,35 @@ def format_of(path: str | os.PathLike[str]) -> WeightFormat:
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentTypeError(f"path={describe(path)} must be a string or a path.")
     suffix = PurePath(path).suffix
+    if suffix not in FORMATS and suffix and suffix[1:] in FORMATS:
+        raise ConfigurationError(
+            f"suffix={suffix!r} is registered as {suffix[1:]!r}, without its dot. A format's name "
+            "begins with the dot."
+        )
     if suffix not in FORMATS:
         hint = f"The format follows from the end of the file's name, here {os.fspath(path)!r}."
         raise unknown_name("suffix", suffix, FORMATS, hint)
     return FORMATS[suffix]
+
+
+def check_holds(path: str | os.PathLike[str], weights: Weights) -> None:
+    """Refuse weights of which the format would lose a part, so that no file lacks it.
+
+    Raises:
+        ConfigurationError: with the part that its files don't hold.
+    """
+    held = getattr(format_of(path), "holds", ())
+    what = f"{os.fspath(path)} can't be written: its format, {PurePath(path).suffix}, "
+    if weights.extra and "extra" not in held:
+        raise ConfigurationError(
+            f"{what}holds no state but tensors, and {', '.join(map(repr, weights.extra))} "
+            "(get_extra_state) would be lost. Save to a file that ends in .h5."
+        )
+    if weights.frozen.dtypes and "frozen" not in held:
+        raise ConfigurationError(
+            f"{what}can't say which parameters trainable_only=True left out, so the file couldn't "
+            "be loaded again. Leave trainable_only out, or save to a file that ends in .h5."
+        )
 
 
 class TensorReader(Protocol):
@@ -247,6 +303,8 @@ SUFFIXES = (".h5", ".hdf5")
 
 class HDF5:
     """The format of `.h5` files: digest, tied tensors stored once, extra state as JSON."""
+
+    holds = ("extra", "frozen")
 
     def write(self, path: str | os.PathLike[str], weights: Weights) -> None:
         """Write a file with nothing but `weights`."""

@@ -18,7 +18,14 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fitkit.arguments import check_flag, describe, dtype_name
 from fitkit.checkpoint.arrays import Numbering, storable, takes_bytes
-from fitkit.checkpoint.formats import OpenWeights, Weights, encode_extra, format_of, open_weights
+from fitkit.checkpoint.formats import (
+    OpenWeights,
+    Weights,
+    check_holds,
+    encode_extra,
+    format_of,
+    open_weights,
+)
 from fitkit.checkpoint.frozen import noted
 from fitkit.distributed.meta_tensors import fill_meta
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError, warn
@@ -187,7 +194,9 @@ def save_weights(path: str | os.PathLike[str], state_dict: Mapping[str, Any]) ->
         >>> import torch
         >>> save_weights("digits.h5", torch.nn.Linear(2, 1).state_dict())
     """
-    format_of(path).write(path, collect_weights(state_dict))
+    weights = collect_weights(state_dict)
+    check_holds(path, weights)
+    format_of(path).write(path, weights)
 
 
 def collect_weights(state_dict: Mapping[str, Any]) -> Weights:

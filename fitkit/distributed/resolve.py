@@ -166,13 +166,7 @@ def named_strategy(strategy: Any) -> Strategy:
             f"strategy is the class {strategy.__name__}. Write {strategy.__name__}()."
         )
     if isinstance(strategy, str):
-        entry = STRATEGIES[strategy]
-        if isinstance(entry, type) and issubclass(entry, Strategy):
-            return entry()
-        raise ArgumentTypeError(
-            f"strategy={strategy!r} is registered as {describe(entry)}, which isn't a subclass of "
-            "fitkit.strategies.Strategy."
-        )
+        return STRATEGIES[strategy]()
     raise ArgumentTypeError(
         f"strategy={describe(strategy)} must be a name or a fitkit.strategies.Strategy."
     )

@@ -46,6 +46,8 @@ _SHOWN_NAMES = 5
 class TorchFile:
     """The format of `.pt` files: what `torch.load(path)` gives to `load_state_dict`."""
 
+    holds = ("extra", "frozen")
+
     def write(self, path: str | os.PathLike[str], weights: Weights) -> None:
         """Write a state dict, whole or not at all."""
         size_bytes = sum(item.numel() * item.element_size() for item in weights.tensors.values())

@@ -449,7 +449,10 @@ def resolve(loss: Any) -> Loss:
     if isinstance(loss, Loss):
         return loss
     if isinstance(loss, str):
-        return KnownLoss(LOSSES[loss], loss, f"loss={loss!r}")
+        meaning = LOSSES[loss]
+        if not isinstance(meaning, Definition):
+            return resolve(meaning)
+        return KnownLoss(meaning, loss, f"loss={loss!r}")
     if isinstance(loss, type):
         raise ArgumentTypeError(
             f"loss={loss.__name__} is a class. Give an instance: loss={loss.__name__}()."

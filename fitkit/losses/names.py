@@ -8,8 +8,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.nn.functional as F
 from torch import nn
@@ -67,7 +68,19 @@ BINARY_LOGITS = LossHint("logits", "binary")
 BINARY_PROBABILITIES = LossHint("probabilities", "binary")
 
 
-class LossNames(Registry[Definition]):
+NamedLoss: TypeAlias = Definition | Callable[[Any, Any], Any]
+"""What a loss's name may stand for: a definition, a function, or a loss of `torch.nn`."""
+
+
+def _can_have_a_name(entry: Any) -> bool:
+    """Whether an entry is a loss that models can share: one without parameters or a mode."""
+    if isinstance(entry, nn.Module):
+        return type(entry).__module__.startswith("torch.nn.")
+    is_function = callable(entry) and not isinstance(entry, type)
+    return isinstance(entry, Definition) or is_function
+
+
+class LossNames(Registry[NamedLoss]):
     """The losses by name. Two names mean others with an underscore between cross and entropy.
 
     `binary_cross_entropy` is torch's, `binary_crossentropy` Keras's; `cross_entropy` is torch's,
@@ -75,7 +88,7 @@ class LossNames(Registry[Definition]):
     blanks and hyphens count as underscores; elsewhere none of them matters.
     """
 
-    def add_spelled(self, name: str, entry: Definition) -> None:
+    def add_spelled(self, name: str, entry: NamedLoss) -> None:
         """Register `entry` under a name whose underscores matter."""
         self._entries[name] = entry
         self._spelling[name] = name
@@ -86,7 +99,7 @@ class LossNames(Registry[Definition]):
             spelled in self._entries or super().__contains__(name)
         )
 
-    def __getitem__(self, name: str) -> Definition:
+    def _found(self, name: str) -> NamedLoss:
         """Return the loss called `name`.
 
         Raises:
@@ -99,7 +112,7 @@ class LossNames(Registry[Definition]):
                 f"loss={name!r} may mean several losses. Write one of {choices}. The first takes "
                 "logits, the others probabilities."
             )
-        return self._entries.get(spelled) or super().__getitem__(name)
+        return self._entries[spelled] if spelled in self._entries else super()._found(name)
 
 
 _AMBIGUOUS = ("crossentropy", "ce")
@@ -115,6 +128,8 @@ LOSSES = LossNames(
     "loss",
     "A torch.nn loss and a callable (prediction, target) are losses too.",
     group="fitkit.losses",
+    accepts=_can_have_a_name,
+    expected="a function (prediction, target), a torch.nn loss, or a Definition (fitkit.seams)",
 )
 
 TORCH_FUNCTIONS: dict[object, Definition] = {}
@@ -141,7 +156,8 @@ def _torch(
         **options,
     )
     TORCH_FUNCTIONS[function] = definition
-    return LOSSES.add(name, definition, *aliases)
+    LOSSES.add(name, definition, *aliases)
+    return definition
 
 
 def _keras(
@@ -152,7 +168,9 @@ def _keras(
     hint: LossHint = REGRESSION,
     **options: Any,
 ) -> Definition:
-    return LOSSES.add(name, Definition(function, match, hint, clips=True, **options), *aliases)
+    definition = Definition(function, match, hint, clips=True, **options)
+    LOSSES.add(name, definition, *aliases)
+    return definition
 
 
 _BCE = _torch(
@@ -295,6 +313,7 @@ def known_module(module: nn.Module) -> Definition | None:
     reduction = getattr(module, "reduction", "mean")
     each = unreduced(module)
     known = LOSSES[name]
+    assert isinstance(known, Definition)  # fitkit's own names can't be taken
     counted = None
     if isinstance(module, (nn.CrossEntropyLoss, nn.NLLLoss)):
         # Values come with the weights of their classes, so their mean is over their number.

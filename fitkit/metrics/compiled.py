@@ -15,7 +15,7 @@ from fitkit.arguments import callable_name, check_takes_pair, describe, snake_ca
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.metrics.conversions import FirstBatch
 from fitkit.metrics.group import MetricSpec, OutputGroup
-from fitkit.metrics.named import NAMES, weightable_names
+from fitkit.metrics.named import NAMES, Named, weightable_names
 from fitkit.metrics.sums import State, changeable
 from fitkit.metrics.torchmetrics_adapter import is_torchmetric, refuse_aggregation
 from fitkit.outputs import (
@@ -359,18 +359,24 @@ class Specs:
                 self._check(part)
                 yield MetricSpec(name, part, self._weighted)
             return
+        if isinstance(metric, str):
+            yield from self._called(metric)
+            return
         self._check(metric)
-        named = NAMES[metric] if isinstance(metric, str) else None
-        if getattr(named and named.build, "__module__", "").startswith("fitkit."):
-            named = None  # every process has these
-        yield MetricSpec(_default_name(metric), metric, self._weighted, named)
+        yield MetricSpec(_default_name(metric), metric, self._weighted)
+
+    def _called(self, name: str) -> list[MetricSpec]:
+        """Return the metric of a name, which may stand for what could be given as an object."""
+        named = NAMES[name]
+        if not isinstance(named, Named):
+            return _renamed(list(self._metric(_made(name, named))), name.strip())
+        if self._weighted and not named.weightable:
+            raise self._not_weightable(repr(name))
+        is_own = getattr(named.build, "__module__", "").startswith("fitkit.")
+        return [MetricSpec(name.strip(), name if is_own else named, self._weighted)]
 
     def _check(self, metric: Any) -> None:
-        if isinstance(metric, str):
-            named = NAMES[metric]
-            if self._weighted and not named.weightable:
-                raise self._not_weightable(repr(metric))
-        elif isinstance(metric, type):
+        if isinstance(metric, type):
             raise ArgumentTypeError(
                 f"{self.argument} has the class {metric.__name__}: add () to make an object of it."
             )
@@ -401,6 +407,19 @@ class Specs:
         )
 
 
+def _made(name: str, metric: Callable[..., Any]) -> Any:
+    """Return the metric that a name stands for: an object of it, if it is a class."""
+    if not isinstance(metric, type):
+        return metric
+    try:
+        return metric()
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"metric={name!r} is registered as the class {metric.__name__}, which can't be made "
+            f"without arguments ({error}). Register an object of it."
+        ) from error
+
+
 def _collects(metric: Any) -> bool:
     """Whether an object has another library's protocol: it is called with batches, and asked for
     a result at the end, until it is reset."""
@@ -412,8 +431,6 @@ def _collects(metric: Any) -> bool:
 
 
 def _default_name(metric: Any) -> str:
-    if isinstance(metric, str):
-        return metric.strip()
     if is_torchmetric(metric):
         return snake_case(type(metric).__name__)
     return callable_name(metric)
@@ -431,7 +448,7 @@ def _is_one(given: Any) -> bool:
 
 
 def _is_function(metric: Any) -> bool:
-    return not isinstance(metric, str) and not is_torchmetric(metric)
+    return not isinstance(metric, (str, Named)) and not is_torchmetric(metric)
 
 
 def by_log_name(specs: Mapping[Any, Iterable[MetricSpec]]) -> dict[Any, dict[str, MetricSpec]]:

@@ -40,13 +40,18 @@ NOTHING = contextlib.nullcontext()
 
 @dataclasses.dataclass(frozen=True)
 class MetricSpec:
-    """One metric and its name, which another metric may have too."""
+    """One metric and its name, which another metric may have too.
+
+    Attributes:
+        name: what it is called.
+        metric: a name of fitkit's own, which every process has; else what a name stands for, or an
+            object.
+        weighted: whether sample weights weigh it.
+    """
 
     name: str
     metric: Any
     weighted: bool
-    named: Named | None = None
-    """The meaning of a name that isn't fitkit's own: worker processes may not know it."""
 
 
 class OutputGroup:
@@ -199,13 +204,14 @@ class OutputGroup:
 
 def _build(spec: MetricSpec, first: FirstBatch) -> Mean | TorchMetric:
     one: Mean | TorchMetric
-    if isinstance(spec.metric, str):
-        one = (spec.named or NAMES[spec.metric]).build(first)
-    elif is_torchmetric(spec.metric):
-        one = wrap_object(spec.metric, first)
+    metric: Any = NAMES[spec.metric] if isinstance(spec.metric, str) else spec.metric
+    if isinstance(metric, Named):
+        one = metric.build(first)
+    elif is_torchmetric(metric):
+        one = wrap_object(metric, first)
     else:
-        check_broadcast("the callable", spec.metric, *first.given)
-        one = CallableMean(spec.metric)
+        check_broadcast("the callable", metric, *first.given)
+        one = CallableMean(metric)
     if first.hint.is_shifted and one.conversion is not None:
         one.conversion = next_places(one.conversion)
     if one.joins:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fitkit.accelerators import widest_dtype
-from fitkit.errors import ConfigurationError
+from fitkit.errors import ConfigurationError, FitkitError
 from fitkit.losses import formulas
 from fitkit.losses.formulas import EPSILON
 from fitkit.metrics.conversions import (
@@ -37,7 +37,11 @@ from fitkit.metrics.conversions import (
     scores_and_labels,
 )
 from fitkit.metrics.sums import Mean, Values
-from fitkit.metrics.torchmetrics_adapter import TorchMetric, torchmetrics_module
+from fitkit.metrics.torchmetrics_adapter import (
+    TorchMetric,
+    is_torchmetric_class,
+    torchmetrics_module,
+)
 from fitkit.outputs import IGNORED
 from fitkit.registry import Registry
 
@@ -149,17 +153,38 @@ class Named:
     weightable: bool
 
 
-NAMES: Registry[Named] = Registry(
+NamedMetric: TypeAlias = Named | Callable[..., Any]
+"""What a metric's name may stand for: a `Named`, a function, or torchmetrics' class or object."""
+
+
+def _can_have_a_name(entry: Any) -> bool:
+    if isinstance(entry, type):
+        return is_torchmetric_class(entry)
+    return isinstance(entry, Named) or callable(entry)
+
+
+NAMES: Registry[NamedMetric] = Registry(
     "metric",
     "A torchmetrics object or a callable (prediction, target) is accepted too.",
     group="fitkit.metrics",
     page="docs/losses-and-metrics.md",
+    accepts=_can_have_a_name,
+    expected="a function (prediction, target), torchmetrics' class or object, "
+    "or a Named (fitkit.seams)",
 )
 
 
 def weightable_names() -> list[str]:
     """Return the names that weighted_metrics can have."""
-    return sorted(name for name in NAMES if NAMES[name].weightable)
+    return sorted(filter(_is_weightable, NAMES))
+
+
+def _is_weightable(name: str) -> bool:
+    try:
+        named = NAMES[name]
+    except FitkitError:  # an installed package's mistake, which its own name tells
+        return False
+    return isinstance(named, Named) and named.weightable
 
 
 # ---- means over entries: own code, because torchmetrics has no sample weights, costs more a

@@ -290,6 +290,12 @@ def is_torchmetric(value: object, class_name: str = "Metric") -> bool:
     return module is not None and isinstance(value, getattr(module, class_name))
 
 
+def is_torchmetric_class(kind: type) -> bool:
+    """Whether a class makes torchmetrics objects; asked without importing torchmetrics."""
+    module = sys.modules.get("torchmetrics")
+    return module is not None and issubclass(kind, (module.Metric, module.MetricCollection))
+
+
 def update_owner(metric: Metric) -> type:
     """Return the class whose `update` a metric runs; that of the metric inside a
     `ClasswiseWrapper`.

@@ -20,7 +20,7 @@ FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 OPTIONAL = ("matplotlib", "sklearn", "tensorboard")
 """Packages that pages use without a word, since most readers have them."""
 MISSING = [package for package in OPTIONAL if importlib.util.find_spec(package) is None]
-LANGUAGES = {"python", "sh", "ini", "json", "yaml", "{eval-rst}", "{toctree}"}
+LANGUAGES = {"python", "sh", "ini", "json", "toml", "yaml", "{eval-rst}", "{toctree}"}
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|<img[^>]* src=\"([^\"]+)\"")
 
 
@@ -31,22 +31,36 @@ def name_of(page):
 @pytest.fixture(autouse=True)
 def _names_as_before():
     """What a page adds to the names of losses, metrics, … goes with it."""
-    from fitkit.checkpoint.formats import FORMATS
-    from fitkit.distributed.strategies import STRATEGIES
+    from fitkit import seams
     from fitkit.extras.bagua import ALGORITHMS
-    from fitkit.losses.names import LOSSES
-    from fitkit.metrics.named import NAMES
+    from fitkit.registry import Registry
 
-    registries = (ALGORITHMS, FORMATS, LOSSES, NAMES, STRATEGIES)
+    registries = (ALGORITHMS, *(one for one in vars(seams).values() if isinstance(one, Registry)))
     before = [(dict(registry._entries), dict(registry._spelling)) for registry in registries]
     yield
     for registry, (entries, spelling) in zip(registries, before, strict=True):
         registry._entries, registry._spelling = entries, spelling
 
 
+def install(text, folder):
+    """Leave a page's package as pip would: its first Python block, and the names of its project."""
+    project = re.search(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL).group(1)
+    module = re.search(r'py-modules = \["(\w+)"\]', project).group(1)
+    (folder / f"{module}.py").write_text(BLOCK.search(text).group(2))
+    groups = re.findall(r'^\[project\.entry-points\."(.+)"\]\n((?:.+\n)+)', project, re.MULTILINE)
+    lines = (f"[{group}]\n{names}".replace('"', "") for group, names in groups)
+    metadata = folder / f"{module}-0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 0.1\n")
+    (metadata / "entry_points.txt").write_text("".join(lines))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_python_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    if "```toml" in page.read_text():
+        monkeypatch.syspath_prepend(tmp_path)
+        install(page.read_text(), tmp_path)
     names = {"__name__": "__main__"}
     text = page.read_text()
     for block in BLOCK.finditer(text):

@@ -22,7 +22,7 @@ from fitkit.distributed.precision.base import (
 )
 from fitkit.distributed.precision.scaling import CLOSURE, Scaling, scaled_steps
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.registry import Registry, normalise
+from fitkit.registry import Registry, normalise, subclass_of
 
 __all__ = [
     "CLOSURE",
@@ -43,7 +43,12 @@ __all__ = [
     "scaled_steps",
 ]
 
-PRECISIONS: Registry[type[Precision]] = Registry("precision", group="fitkit.precisions")
+PRECISIONS: Registry[type[Precision]] = Registry(
+    "precision",
+    group="fitkit.precisions",
+    accepts=subclass_of(Precision),
+    expected="a subclass of fitkit.precisions.Precision",
+)
 PRECISIONS.add("32-true", FullPrecision, "32")
 PRECISIONS.add("64-true", DoublePrecision, "64")
 PRECISIONS.add("16-mixed", HalfMixed, "16")

@@ -5,12 +5,14 @@ from fitkit.distributed.strategies.ddp import DDP, DDPSpawn
 from fitkit.distributed.strategies.engine import Engine
 from fitkit.distributed.strategies.fsdp import FSDP
 from fitkit.distributed.strategies.sharded import DDPSharded
-from fitkit.registry import Registry
+from fitkit.registry import Registry, subclass_of
 
 STRATEGIES: Registry[type[Strategy]] = Registry(
     "strategy",
     hint="An object of fitkit.strategies is accepted too, such as DDPStrategy(…).",
     group="fitkit.strategies",
+    accepts=subclass_of(Strategy),
+    expected="a subclass of fitkit.strategies.Strategy",
 )
 STRATEGIES.add("single_device", SingleDevice, "single")
 STRATEGIES.promise("fitkit.extras.dp:DP", "dp")

@@ -6,13 +6,15 @@ from types import MappingProxyType
 
 import pytest
 import torch
+from torch import nn
 
 import fitkit
 from fitkit.checkpoint import load_weights, save_weights
 from fitkit.checkpoint.formats import FORMATS
 from fitkit.errors import CheckpointError
 from fitkit.extras.inspection import convert
-from tests.nets import normed
+from fitkit.seams import Frozen
+from tests.nets import normed, with_adapter
 from tests.reference import assert_same_weights, copied_state
 
 
@@ -123,3 +125,66 @@ def test_memory_that_runs_out_while_such_a_file_is_read_is_no_damage(lists, tmp_
     monkeypatch.setattr(Lists, "read", read)
     with pytest.raises(MemoryError):
         load_weights(path, normed())
+
+
+class Counted(nn.Linear):
+    """A layer whose state has a number beside tensors."""
+
+    count = 0
+
+    def get_extra_state(self):
+        return {"count": self.count}
+
+    def set_extra_state(self, state):
+        self.count = state["count"]
+
+
+def test_a_format_of_tensors_alone_refuses_other_state_and_a_note_of_what_is_left_out(
+    lists, tmp_path
+):
+    path = tmp_path / "w.lists"
+    with pytest.raises(fitkit.ConfigurationError, match=r"'_extra_state' .* would be lost"):
+        fitkit.Model(Counted(2, 1)).save_weights(path)
+    with pytest.raises(fitkit.ConfigurationError, match="which parameters trainable_only=True"):
+        fitkit.Model(with_adapter()).save_weights(path, trainable_only=True)
+    assert list(tmp_path.iterdir()) == []
+    fitkit.Model(with_adapter()).save_weights(path)
+
+
+class Whole(Lists):
+    def __init__(self, found):
+        super().__init__(found)
+        self.frozen = Frozen.from_data(found["frozen"])
+        self._extra = found["extra"]
+
+    @property
+    def extra(self):
+        return self._extra
+
+
+class WholeFile:
+    holds = ("extra", "frozen")
+
+    def write(self, path, weights):
+        tensors = {name: tensor.tolist() for name, tensor in weights.tensors.items()}
+        content = {"tensors": tensors, "extra": dict(weights.extra)}
+        path.write_text(json.dumps({**content, "frozen": weights.frozen.as_data()}))
+
+    @contextlib.contextmanager
+    def open(self, path):
+        yield Whole(json.loads(path.read_text()))
+
+
+def test_a_format_that_holds_both_gives_them_back(lists, tmp_path):
+    FORMATS.add(".whole", WholeFile())
+    path = tmp_path / "w.whole"
+    source, target = Counted(2, 1), Counted(2, 1)
+    source.count = 5
+    fitkit.Model(source).save_weights(path)
+    fitkit.Model(target).load_weights(path)
+    assert target.count == 5 and torch.equal(target.weight, source.weight)
+
+    fitkit.Model(with_adapter()).save_weights(path, trainable_only=True)
+    twin = with_adapter()
+    frozen = tuple(n for n, p in twin.named_parameters() if not p.requires_grad)
+    assert fitkit.Model(twin).load_weights(path).missing == frozen != ()
