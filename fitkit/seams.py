@@ -67,9 +67,7 @@ from fitkit.checkpoint.checkpoint_file import (
     open_stored,
     save_checkpoint,
 )
-from fitkit.checkpoint.codec import (
-    decode_state,
-)
+from fitkit.checkpoint.codec import check_plain, decode_state
 from fitkit.checkpoint.container import (
     refusals,
 )
@@ -315,6 +313,7 @@ __all__ = [
     "check_data_type",
     "check_folder_of",
     "check_pair",
+    "check_plain",
     "check_trainable",
     "check_trains",
     "checked_count",

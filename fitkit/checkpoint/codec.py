@@ -96,6 +96,15 @@ def encode_state(value: Any, numbering: Numbering, place: str = "state", depth: 
     )
 
 
+def check_plain(value: object, place: str) -> None:
+    """Refuse what `encode_state` can't write.
+
+    Raises:
+        ConfigurationError: the message names its place.
+    """
+    encode_state(value, Numbering(), place)
+
+
 def is_key(value: object) -> bool:
     """Whether a dict or set in a file may have it as a key or member."""
     if type(value) is tuple:
