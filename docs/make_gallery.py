@@ -4,7 +4,7 @@
     python docs/make_gallery.py gan transfer       # some of them
     python docs/make_gallery.py --out FOLDER
 
-Needs what the examples need: pip install 'fitkit[examples,plot]'.
+Needs what the examples need: pip install 'torch-fitkit[examples,plot]'.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 The 1,797 images of digits come with scikit-learn. Each epoch's validation loss is told to Optuna,
 whose pruner compares it with the earlier trials' at the same epoch.
 
-    pip install 'fitkit[optuna]'
+    pip install 'torch-fitkit[optuna]'
 
 The exit status is 1 where no trial was pruned, or the best one tells fewer than 9 of 10 digits.
 """

@@ -13,6 +13,7 @@ from fitkit.errors import (
     WorkerError,
 )
 from fitkit.model import Model, load_model
+from fitkit.namesake import warn_of_namesake
 from fitkit.random_states import set_seed
 from fitkit.registry import imported_on_demand
 from fitkit.version import __version__ as __version__
@@ -35,6 +36,8 @@ else:
             "verify": "fitkit.extras.verification.verifying:verify",
         },
     )
+
+warn_of_namesake()
 
 __all__ = [
     "CheckpointError",

@@ -224,7 +224,7 @@ def missing_package(package: str, extra: str, purpose: str) -> MissingPackageErr
     """Return the error for an optional package that isn't there, naming the extra to install."""
     return MissingPackageError(
         f"{purpose} needs the package {package!r}, which isn't installed. "
-        f"Install it with: pip install 'fitkit[{extra}]'",
+        f"Install it with: pip install 'torch-fitkit[{extra}]'",
         code="FK033",
     )
 

@@ -1003,7 +1003,7 @@ class Model(Module):
         Raises:
             ConfigurationError: torch can't export the net (the message gives its reason), or the
                 file computes something else.
-            MissingPackageError: ONNX needs `pip install 'fitkit[onnx]'`.
+            MissingPackageError: ONNX needs `pip install 'torch-fitkit[onnx]'`.
             CheckpointError: the file can't be written. An existing file is untouched.
 
         Example:

@@ -180,11 +180,11 @@ class Registry(Generic[Entry]):
         return {normalise(point.name): point for point in found}
 
 
-def subclass_of(base: type, *, or_maker: bool = False) -> Callable[[Any], bool]:
-    """Return what says whether an entry is a subclass of `base`, or a function if `or_maker`."""
+def subclass_of(*bases: type, or_maker: bool = False) -> Callable[[Any], bool]:
+    """Return what says whether an entry is a subclass of `bases`, or a function if `or_maker`."""
 
     def accepts(entry: Any) -> bool:
-        return issubclass(entry, base) if isinstance(entry, type) else or_maker and callable(entry)
+        return issubclass(entry, bases) if isinstance(entry, type) else or_maker and callable(entry)
 
     return accepts
 

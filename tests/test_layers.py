@@ -19,6 +19,7 @@ LAYERS = {
     "typing": 0,
     "version": 0,
     "registry": 1,
+    "namesake": 1,
     "guests": 2,
     "activation_checkpointing": 1,
     "trees": 1,

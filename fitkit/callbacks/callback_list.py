@@ -146,7 +146,7 @@ CALLBACKS: Registry[Callable[[], Callback]] = Registry(
     hint="A fitkit.callbacks.Callback or a list of them is accepted too.",
     group="fitkit.callbacks",
     page="docs/callbacks.md",
-    accepts=subclass_of(Callback, or_maker=True),
+    accepts=subclass_of(Callback, CallbackList, or_maker=True),
     expected="a subclass of fitkit.callbacks.Callback, or a function that makes one",
 )
 """Callbacks and loggers by name, and what makes each without arguments."""

@@ -120,7 +120,7 @@ class History(Callback):
             The figure. Its numbers are in `history`.
 
         Raises:
-            MissingPackageError: matplotlib isn't installed (`pip install 'fitkit[plot]'`).
+            MissingPackageError: matplotlib isn't installed (`pip install 'torch-fitkit[plot]'`).
             ConfigurationError, ArgumentTypeError: nothing to draw, or an unknown name.
         """
         from fitkit.extras.pictures.curves import learning_curves

@@ -17,6 +17,7 @@ from fitkit.accelerators import computes_bfloat16, name_of
 from fitkit.errors import ConfigurationError
 from fitkit.extras.free_devices import GPU, probe_gpus
 from fitkit.seams import Machine, detect, overload, resolve_strategy, usable_cores
+from fitkit.version import DISTRIBUTION
 
 NEEDED = ("torch", "numpy", "torchmetrics", "h5py", "rich", "cloudpickle", "xxhash", "safetensors")
 VARIABLES = re.compile(
@@ -38,7 +39,15 @@ def report(fitkit_version: str) -> str:
     """Return the text, with one line per subject. What can't be found out is reported, never
     raised.
     """
-    lines = {"fitkit": fitkit_version, **_versions(), **_machine(), **_launch(), **_choice()}
+    package = f"{DISTRIBUTION} {_version(DISTRIBUTION) or '(used from a folder)'}"
+    lines = {
+        "fitkit": fitkit_version,
+        "package": package,
+        **_versions(),
+        **_machine(),
+        **_launch(),
+        **_choice(),
+    }
     width = max(map(len, lines))
     return "\n".join(
         textwrap.fill(
@@ -65,7 +74,7 @@ def _versions() -> dict[str, str]:
 def _optional() -> list[str]:
     """Return the packages of the extras that users install."""
     try:
-        lines = requires("fitkit") or []
+        lines = requires(DISTRIBUTION) or []
     except PackageNotFoundError:  # used from a folder, not installed
         return []
     wanted = [line for line in lines if "extra ==" in line]

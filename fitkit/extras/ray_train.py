@@ -29,7 +29,7 @@ class RayTrainReport(Callback):
 
     Raises:
         ArgumentTypeError, ConfigurationError: `save_freq` isn't a number of epochs.
-        MissingPackageError: Ray isn't installed (`pip install 'fitkit[ray]'`).
+        MissingPackageError: Ray isn't installed (`pip install 'torch-fitkit[ray]'`).
 
     Ranks:
         Collective, as `ray.train.report` is. Rank 0's checkpoint is reported.

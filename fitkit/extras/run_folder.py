@@ -28,6 +28,7 @@ from fitkit.extras.loggers.base import hyperparameters_of
 from fitkit.extras.loggers.text import CSV
 from fitkit.outputs import EMPTY_MEAN
 from fitkit.seams import Callback, Logs, Module, as_json, checked_path, replace_text, replacing
+from fitkit.version import __version__
 
 RECORD, PAGE, CURVES, RESUME = "run.json", "index.html", "curves.png", "resume.h5"
 """The names of a run's files."""
@@ -35,7 +36,7 @@ RECORD, PAGE, CURVES, RESUME = "run.json", "index.html", "curves.png", "resume.h
 REDRAWN_AFTER_S = 30
 """The fewest seconds between two drawings of the curves within a fit."""
 
-PACKAGES = ("fitkit", "torch", "numpy", "torchmetrics", "h5py")
+PACKAGES = ("torch", "numpy", "torchmetrics", "h5py")
 """The packages whose releases a run notes."""
 
 
@@ -268,6 +269,7 @@ def environment(model: Module) -> dict[str, str]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "machine": platform.node(),
+        "fitkit": __version__,
         **{name: _version(name) for name in PACKAGES},
         "devices": str(model.device) if model.world_size == 1 else f"{model.world_size} ranks",
         "command": " ".join(sys.argv),

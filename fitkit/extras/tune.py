@@ -119,7 +119,7 @@ class RateRange:
             The figure, which a notebook shows.
 
         Raises:
-            MissingPackageError: matplotlib isn't installed (`pip install 'fitkit[plot]'`).
+            MissingPackageError: matplotlib isn't installed (`pip install 'torch-fitkit[plot]'`).
             ArgumentTypeError: `figure`, `axes` or `path` has a wrong type.
         """
         return rate_curve(

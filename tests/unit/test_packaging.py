@@ -53,6 +53,27 @@ def test_the_version_stands_in_one_place_and_is_read_without_importing_anything(
         assert version not in (CHECKOUT / name).read_text(), name
 
 
+def test_extras_are_named_by_the_distribution_since_fitkit_is_another_package():
+    assert CONFIGURATION["metadata"]["name"] == "torch-fitkit"
+    texts = [CHECKOUT / "README.md", CHECKOUT / "CHANGELOG.md"]
+    for folder in ("fitkit", "docs", "examples"):
+        texts += [p for p in (CHECKOUT / folder).rglob("*") if p.suffix in (".py", ".md", ".json")]
+    wrong = re.compile(r"(?<![-\w])fitkit\[[a-z]|pip install '?fitkit\b")
+    found = [str(p) for p in texts if wrong.search(p.read_text(encoding="utf-8"))]
+    assert found == []
+
+
+def test_a_namesake_in_the_same_folder_is_said(tmp_path):
+    from fitkit.namesake import warn_of_namesake
+
+    (tmp_path / "fitkit").mkdir()
+    (tmp_path / "torch_fitkit-0.1.0.dist-info").mkdir()
+    warn_of_namesake(tmp_path / "fitkit")
+    (tmp_path / "fitkit-0.2.1.dist-info").mkdir()
+    with pytest.warns(UserWarning, match="fitkit 0.2.1"):
+        warn_of_namesake(tmp_path / "fitkit")
+
+
 def test_files_beside_the_code_are_shipped():
     beside = {
         str(path.relative_to(PACKAGE))
