@@ -6,14 +6,13 @@ from types import SimpleNamespace
 import cloudpickle
 import pytest
 import torch
-from torch import nn
 
 import fitkit
 from fitkit import callbacks
 from fitkit.callbacks import Callback
 from fitkit.callbacks.base import HOOKS, overrides
 from tests import reference
-from tests.nets import dense, regression
+from tests.nets import DropPath, dense, regression
 
 X, Y = regression(20, 2)
 
@@ -40,12 +39,6 @@ SHIPPED = sorted(set(callbacks.__all__) - ABSTRACT)
 
 def made(name):
     return getattr(callbacks, name)(**NEEDED.get(name, {}))
-
-
-class DropPath(nn.Identity):
-    """What StochasticDepth looks for."""
-
-    drop_prob = 0.0
 
 
 def compiled():

@@ -16,7 +16,7 @@ from fitkit import callbacks, loggers
 from fitkit.callbacks import Callback
 from fitkit.callbacks.base import HOOKS
 from fitkit.errors import ConfigurationError
-from tests.nets import regression
+from tests.nets import DropPath, regression
 
 from .test_all_callbacks import NEEDED, SHIPPED
 
@@ -72,7 +72,7 @@ class Net(torch.nn.Sequential):
     def __init__(self):
         super().__init__(
             torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Dropout(0.5),
-            torch.nn.Linear(3, 1),
+            torch.nn.Linear(3, 1), DropPath(),
         )  # fmt: skip
         self[2].eval()
 

@@ -7,7 +7,7 @@ import torch
 
 from fitkit import callbacks, loggers
 from fitkit.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from tests.nets import dense, regression
+from tests.nets import DropPath, dense, regression
 from tests.reference import assert_same_weights, compiled
 
 from .test_all_callbacks import NEEDED, SHIPPED, _in_a_folder  # noqa: F401
@@ -34,7 +34,7 @@ def made(kind):
 
 def fit(*given, resume_from=None, epochs=EPOCHS, **options):
     torch.manual_seed(0)
-    model = compiled(dense(2, 4, 1), "adam", "mse", learning_rate=0.05)
+    model = compiled(dense(2, 4, 1).append(DropPath()), "adam", "mse", learning_rate=0.05)
     history = model.fit(
         X, Y, batch_size=6, epochs=epochs, validation_data=(X, Y), verbose=0,
         callbacks=list(given), resume_from=resume_from, **options,
