@@ -36,6 +36,7 @@ READABLE = {
     "AnyCallable": CALLABLE,
     "Arrays": "array | tuple | list | dict",
     "BatchData": "object",
+    "BatchTransformsArgument": f"list[{CALLABLE}] | None",
     "Callbacks": "Callback | str | list[Callback | str] | None",
     "CompilerOptions": "dict",
     "Data": f"~torch.utils.data.DataLoader | ~torch.utils.data.Dataset | array | {ITERABLE}",

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fitkit
 from fitkit.callbacks import LambdaCallback
+from tests.limits import patience
 from tests.nets import dense, normal
 
 X = normal(103, 4)
@@ -163,7 +165,7 @@ def children():
     return {pid for pid, state in zip(shown[::2], shown[1::2], strict=True) if state[0] not in "RZ"}
 
 
-def test_a_loop_that_is_left_leaves_nothing():
+def leave_loops():
     model = compiled()
     expected = model.predict(X, verbose=0)
     before = children()  # of other tests, such as a tracker's service
@@ -183,6 +185,17 @@ def test_a_loop_that_is_left_leaves_nothing():
         assert not model.stop_predicting or model.predict(X, verbose=0) is not None
         assert np.array_equal(model.predict(X, verbose=0), expected)
     model.fit(X, normal(103, 3), verbose=0)
+
+
+def test_a_loop_that_is_left_leaves_nothing():
+    # In a process of its own: a loader's worker is forked within a thread there, which libraries
+    # that other tests have imported may not survive.
+    program = f"from {__name__} import leave_loops; leave_loops()"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=patience(60),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_iterator_that_nobody_reads_starts_nothing_and_one_in_use_can_be_closed():
