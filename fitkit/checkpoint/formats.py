@@ -304,7 +304,7 @@ SUFFIXES = (".h5", ".hdf5")
 class HDF5:
     """The format of `.h5` files: digest, tied tensors stored once, extra state as JSON."""
 
-    holds = ("extra", "frozen")
+    holds: tuple[str, ...] = ("extra", "frozen")
 
     def write(self, path: str | os.PathLike[str], weights: Weights) -> None:
         """Write a file with nothing but `weights`."""

@@ -68,7 +68,7 @@ _FORMER_DIGESTS = ("fitkit.sums", "fitkit.sha256")
 class SafeTensors:
     """The format of `.safetensors` files: tensors only, with a digest in the files we write."""
 
-    holds = ("extra", "frozen")
+    holds: tuple[str, ...] = ("extra", "frozen")
 
     def write(self, path: str | os.PathLike[str], weights: Weights) -> None:
         """Write tensors, whole or not at all."""

@@ -89,7 +89,7 @@ def is_folder_name(path: object) -> bool:
 class ShardedFolder:
     """The format of `.dcp` folders of weights."""
 
-    holds = ("extra", "frozen")
+    holds: tuple[str, ...] = ("extra", "frozen")
 
     def write(self, path: str | os.PathLike[str], weights: Weights) -> None:
         """Write a folder with nothing but `weights`."""

@@ -78,13 +78,13 @@ class Distillation(Loss):
         if alpha > 1:
             raise ConfigurationError(f"alpha={alpha} must be at most 1.")
         check_number("temperature", temperature, above=0)
-        self.alpha = float(alpha)
-        self.temperature = float(temperature)
+        self.alpha: float = float(alpha)
+        self.temperature: float = float(temperature)
         self.hard: Loss = resolve(hard)
         hint = self.hard.hint
         if hint.takes not in (None, "logits") or hint.task not in (None, "classes"):
             raise _no_logits(self.hard)
-        self.soft = SoftTargets(Teacher(teacher), self.temperature, self.hard)
+        self.soft: SoftTargets = SoftTargets(Teacher(teacher), self.temperature, self.hard)
         self.name: str = "distillation"
         self.label: str = "loss=Distillation()"
         self.hint = hint
@@ -203,7 +203,9 @@ class SoftTargets(Loss):
         hard: Loss,
         logits: torch.Tensor | None = None,
     ) -> None:
-        self.teacher, self.temperature, self.hard = teacher, temperature, hard
+        self.teacher: Teacher = teacher
+        self.temperature: float = temperature
+        self.hard: Loss = hard
         self.name: str = "soft_targets"
         self.label: str = "loss=Distillation()"
         self.hint = hard.hint

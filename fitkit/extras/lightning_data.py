@@ -46,7 +46,9 @@ class DataModule:
     """
 
     def __init__(self, model: Module, module: Any, verb: str, *, validates: bool = False) -> None:
-        self.model, self.module, self.verb = model, module, verb
+        self.model: Module = model
+        self.module: Any = module
+        self.verb: str = verb
         name = LOADERS[verb]
         if verb == "evaluate" and (validates or not defines(module, "test_dataloader")):
             name = "val"
@@ -64,7 +66,7 @@ class DataModule:
                 "together with a training_step. Leave out one of the two."
             )
         self.stage: str = STAGES[name]
-        self.follower = DataModuleState(module, self.stage)
+        self.follower: DataModuleState = DataModuleState(module, self.stage)
         self.follower.set_model(model)
 
     def prepare(self) -> None:

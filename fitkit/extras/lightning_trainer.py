@@ -204,7 +204,7 @@ class Trainer(Unknown):
     interrupted = False
     fast_dev_run = False
     barebones = False
-    overfit_batches = 0.0
+    overfit_batches: float = 0.0
     log_every_n_steps = 50
     min_epochs = None
     min_steps = None

@@ -46,7 +46,7 @@ _SHOWN_NAMES = 5
 class TorchFile:
     """The format of `.pt` files: what `torch.load(path)` gives to `load_state_dict`."""
 
-    holds = ("extra", "frozen")
+    holds: tuple[str, ...] = ("extra", "frozen")
 
     def write(self, path: str | os.PathLike[str], weights: Weights) -> None:
         """Write a state dict, whole or not at all."""

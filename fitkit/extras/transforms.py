@@ -201,8 +201,8 @@ class RandomErasing(BatchTransform):
     ) -> None:
         _check_probability(p)
         self.p = p
-        self.scale = _checked_pair("scale", scale)
-        self.ratio = _checked_pair("ratio", ratio)
+        self.scale: tuple[float, float] = _checked_pair("scale", scale)
+        self.ratio: tuple[float, float] = _checked_pair("ratio", ratio)
         check_number("value", value)
         self.value = value
 

@@ -287,7 +287,7 @@ class OwnStep:
         self.ranks: Collectives = strategy.data_ranks
         autocast = strategy.precision.autocast
         self.autocast: Callable[..., Any] = partial(autocast, strategy.device.type)
-        self.method = f"{stage}_step"
+        self.method: str = f"{stage}_step"
         self._arguments = step_arguments(model, self.method)
         self.enter_again()
         self._end = getattr(model, f"{stage}_step_end")

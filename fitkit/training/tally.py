@@ -73,7 +73,7 @@ class CarriedTally(Tally):
     def __init__(self, ranks: Collectives, carrier: nn.Parameter, *, by_hand: bool) -> None:
         super().__init__(ranks)
         self._carrier, self._by_hand = carrier, by_hand
-        self.parameters = [carrier]
+        self.parameters: Sequence[nn.Parameter] = [carrier]
 
     def joined(self, loss: torch.Tensor, count: Number) -> torch.Tensor:
         carrier = self._carrier  # which is 0
