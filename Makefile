@@ -10,6 +10,7 @@
 #   make test-gpu    what needs an NVIDIA GPU, then benchmarks/gpu.py, with the torch that is there: PYTHON=python3
 #   make test-simulated-gpu   what speaks to devices, on simulated GPUs (Linux, g++): ARGS=short for what CI runs, ARGS=all for all
 #   make lint        ruff: rules and formatting     make typecheck   mypy, and pyright on what users write
+#   make coverage    which branches of fitkit/training its own tests take
 #   make bench       the benchmarks                 make bench ARGS="step arrays --quick"
 #   make bench-peers other libraries for them, in an environment of their own
 #   make soak        ranks killed at random moments, resources over many calls: ARGS="--kills 50 --share 1"
@@ -33,7 +34,7 @@ SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all with test-with test-cluster test-engines test-gpu test-simulated-gpu lint typecheck bench bench-peers soak docs pictures release clean
+.PHONY: help setup demo test test-all with test-with test-cluster test-engines test-gpu test-simulated-gpu coverage lint typecheck bench bench-peers soak docs pictures release clean
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -78,6 +79,9 @@ with: $(UV)
 test-with: with
 	@$(WITH)/bin/python -c 'import sys, torch; print("[test-with] Python", sys.version.split()[0], "torch", torch.__version__)'
 	@$(WITH)/bin/python -m pytest $(SIDE_BY_SIDE) -m "not slow" $(ARGS)
+
+coverage: $(STAMP)
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow" --cov=fitkit/training --cov-branch --cov-report=term-missing:skip-covered tests/unit/training $(ARGS)
 
 test-cluster: $(STAMP)
 	@$(BIN)/python -m pytest tests/cluster $(ARGS)
