@@ -108,6 +108,24 @@ def check_count(name: str, value: object, *, minimum: int = 1, optional: bool = 
         raise ConfigurationError(f"{name}={value} must be at least {minimum}.")
 
 
+def check_epochs(name: str, value: object, *, what: str, example: str) -> None:
+    """Refuse what isn't a dict from epochs to something.
+
+    Args:
+        name: the argument.
+        what: the things, for the message: "sizes".
+        example: a dict that is right.
+    """
+    if not isinstance(value, Mapping):
+        raise ArgumentTypeError(
+            f"{name}={describe(value)} must be a dict of epochs and {what}, like {example}."
+        )
+    if not value:
+        raise ConfigurationError(f"{name}={{}} has no epoch; write it like {example}.")
+    for epoch in value:
+        check_count(f"{name}'s epoch", epoch, minimum=0)
+
+
 def check_number(
     name: str,
     value: object,
@@ -115,6 +133,7 @@ def check_number(
     above: float = -math.inf,
     minimum: float = -math.inf,
     below: float = math.inf,
+    maximum: float = math.inf,
     optional: bool = False,
 ) -> None:
     """Refuse what isn't a finite number within the bounds (None passes where `optional`)."""
@@ -127,7 +146,7 @@ def check_number(
     number = float(value)
     if not math.isfinite(number):
         raise ConfigurationError(f"{name}={value} must be a finite number.")
-    if number <= above or number < minimum or number >= below:
+    if number <= above or number < minimum or number >= below or number > maximum:
         bounds = []
         if above != -math.inf:
             bounds.append(f"above {above:g}")
@@ -135,6 +154,8 @@ def check_number(
             bounds.append(f"at least {minimum:g}")
         if below != math.inf:
             bounds.append(f"below {below:g}")
+        if maximum != math.inf:
+            bounds.append(f"at most {maximum:g}")
         raise ConfigurationError(f"{name}={value} must be {' and '.join(bounds)}.")
 
 

@@ -208,6 +208,7 @@ from fitkit.training.own_step import OwnStep, loss_in, said_count
 from fitkit.training.predictions import Elsewhere, reading_on_ranks
 from fitkit.training.settings import parts_of_update
 from fitkit.training.step import CompiledStep, Outcome, is_plain_wrapper, unpacker_of
+from fitkit.training.tally import CarriedTally
 from fitkit.training.update import Update
 
 __all__ = [
@@ -239,6 +240,7 @@ __all__ = [
     "BatchTransform",
     "Callback",
     "Callbacks",
+    "CarriedTally",
     "Collectives",
     "CompiledLoss",
     "CompiledMetrics",

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
+from fitkit.arguments import (
+    check_choice,
+    check_count,
+    check_epochs,
+    check_flag,
+    check_number,
+    describe,
+)
 from fitkit.callbacks.base import Callback, Logs, from_rank_zero, print_on_rank_zero
 from fitkit.callbacks.monitor import Monitor
 from fitkit.errors import ArgumentTypeError, ConfigurationError
@@ -402,15 +409,8 @@ class GradientAccumulationScheduler(Callback):
     stops_alike = True
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
-        if not isinstance(scheduling, Mapping):
-            raise ArgumentTypeError(
-                f"scheduling={describe(scheduling)} must be a dict of epochs and numbers of "
-                "batches, like {0: 8, 4: 2}."
-            )
-        if not scheduling:
-            raise ConfigurationError("scheduling={} has no epoch; write it like {0: 8, 4: 2}.")
+        check_epochs("scheduling", scheduling, what="numbers of batches", example="{0: 8, 4: 2}")
         for epoch, number in scheduling.items():
-            check_count("scheduling's epoch", epoch, minimum=0)
             check_count(f"scheduling[{epoch}]", number)
         self.scheduling: dict[int, int] = dict(sorted(scheduling.items()))
 

@@ -74,9 +74,7 @@ class Distillation(Loss):
         temperature: float = 2.0,
         hard: str | Callable[..., Any] = "cross_entropy",
     ) -> None:
-        check_number("alpha", alpha, minimum=0)
-        if alpha > 1:
-            raise ConfigurationError(f"alpha={alpha} must be at most 1.")
+        check_number("alpha", alpha, minimum=0, maximum=1)
         check_number("temperature", temperature, above=0)
         self.alpha: float = float(alpha)
         self.temperature: float = float(temperature)

@@ -17,7 +17,16 @@ from torch.optim import Optimizer
 from fitkit import trees
 from fitkit.errors import ConfigurationError, warn_once
 from fitkit.extras.lightning_base import ServedModel, refusal
-from fitkit.seams import Applier, Batch, PlannedScheduler, ScaledApplier, Update, Updates, loss_in
+from fitkit.seams import (
+    Applier,
+    Batch,
+    CarriedTally,
+    PlannedScheduler,
+    ScaledApplier,
+    Update,
+    Updates,
+    loss_in,
+)
 
 AROUND_UPDATES = (
     "on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "optimizer_zero_grad",
@@ -224,6 +233,9 @@ class HookedUpdate(Update):
                     f"{self._strategy.name!r} computes gradients itself. Use 'ddp'.",
                 )
             self.backward = partial(self._hooks.call, "backward")
+            if self._tally.is_carried and not self._exchanges:
+                (carrier,) = self._tally.parameters
+                self._tally = HookedTally(self._strategy.data_ranks, carrier, by_hand=False)
 
     def begin(self) -> None:
         if self._batches or not self._hooks.has("optimizer_zero_grad"):
@@ -264,20 +276,15 @@ class HookedUpdate(Update):
         self.apply.after_backward()
         return outcome
 
-    def _add_gradients(self, loss: torch.Tensor, count: float | torch.Tensor) -> None:
-        if self._exchanges or not (self._tally.is_carried and self._hooks.has("backward")):
-            super()._add_gradients(loss, count)
-            return
-        (carrier,) = self._tally.parameters
+
+class HookedTally(CarriedTally):
+    """Carries counts past a `backward` of the module's own, which may scale the loss."""
+
+    def joined(self, loss: torch.Tensor, count: float | torch.Tensor) -> torch.Tensor:
+        (carrier,) = self.parameters
         counts = torch.as_tensor(count, dtype=carrier.dtype, device=carrier.device)
-
-        def backward(scaled: torch.Tensor) -> None:
-            self.backward(_Counted.apply(scaled, carrier, counts))
-
-        if self._scaling is None:
-            backward(loss)
-        else:
-            self._scaling.backward(loss, backward)
+        joined: torch.Tensor = _Counted.apply(loss, carrier, counts)
+        return joined
 
 
 class _Counted(torch.autograd.Function):

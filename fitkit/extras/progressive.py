@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch.nn import functional as F
 
-from fitkit.arguments import check_count, describe
-from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.arguments import check_count, check_epochs, describe
+from fitkit.errors import ConfigurationError
 from fitkit.seams import BatchTransform, Callback, WholeBatch
 from fitkit.typing import Tree
 
@@ -44,17 +44,11 @@ class Progressive(Callback, BatchTransform):
     stops_alike = True
 
     def __init__(self, size: Mapping[int, int | tuple[int, int] | None]) -> None:
-        if not isinstance(size, Mapping):
-            raise ArgumentTypeError(
-                f"size={describe(size)} must be a dict of epochs and sizes, like {{0: 128, 10: "
-                "224}."
-            )
-        if not size:
-            raise ConfigurationError("size={} has no epoch; write it like {0: 128, 10: 224}.")
-        self.size: dict[int, tuple[int, int] | None] = {}
-        for epoch, given in sorted(size.items()):
-            check_count("size's epoch", epoch, minimum=0)
-            self.size[epoch] = None if given is None else _pair(epoch, given)
+        check_epochs("size", size, what="sizes", example="{0: 128, 10: 224}")
+        self.size: dict[int, tuple[int, int] | None] = {
+            epoch: None if given is None else _pair(epoch, given)
+            for epoch, given in sorted(size.items())
+        }
 
     def size_in(self, epoch: int) -> tuple[int, int] | None:
         """Return the height and width in an epoch; None for images as they are."""

@@ -30,7 +30,7 @@ class _Mixing(BatchTransform):
 
     def __init__(self, alpha: float, *, p: float = 1.0, classes: int | None = None) -> None:
         check_number("alpha", alpha, above=0)
-        _check_probability(p)
+        check_number("p", p, minimum=0, maximum=1)
         check_count("classes", classes, optional=True)
         self.alpha = alpha
         self.p = p
@@ -199,7 +199,7 @@ class RandomErasing(BatchTransform):
         ratio: tuple[float, float] = (0.3, 3.3),
         value: float = 0.0,
     ) -> None:
-        _check_probability(p)
+        check_number("p", p, minimum=0, maximum=1)
         self.p = p
         self.scale: tuple[float, float] = _checked_pair("scale", scale)
         self.ratio: tuple[float, float] = _checked_pair("ratio", ratio)
@@ -316,12 +316,6 @@ def _size_of_images(name: str, x: Tree) -> tuple[int, int]:
 def _around(middle: int, half: float, size: int) -> tuple[int, int]:
     """Return the edges of an interval within an image."""
     return max(int(middle - half), 0), min(int(middle + half), size)
-
-
-def _check_probability(value: float) -> None:
-    check_number("p", value, minimum=0)
-    if value > 1:
-        raise ConfigurationError(f"p={value} is a probability, from 0 to 1.")
 
 
 def _checked_pair(name: str, value: Any) -> tuple[float, float]:

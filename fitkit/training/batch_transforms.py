@@ -18,7 +18,7 @@ from fitkit.distributed.collectives import Collectives, Solo
 from fitkit.errors import ConfigurationError
 from fitkit.modes import modes_restored
 from fitkit.module import Module
-from fitkit.random_states import random_state, set_random_state
+from fitkit.random_states import kept_random_numbers
 from fitkit.samples import samples_in
 from fitkit.training.own_step import Step
 from fitkit.training.step import CompiledStep, forward_of, labels_inside, unpacker_of
@@ -278,7 +278,7 @@ class BatchTransforms:
         """
         if self._seed is None:
             self._seed = int(self._ranks.broadcast(torch.initial_seed()))
-        x, y, put_back = self._taken_apart(self._step.mover.move(batch.data))
+        x, y, weight, put_back = self._taken_apart(self._step.mover.move(batch.data))
         updates, epoch = self._model._fitkit.fit_state.updates, self._model.current_epoch
         whole = WholeBatch(
             np.random.default_rng([abs(part) for part in (self._seed, updates, epoch, index)]),
@@ -287,7 +287,7 @@ class BatchTransforms:
             self._ranks,
             partial(self._found_classes, x),
             dtype=self._step.mover.transfer.wide_dtype,
-            has_weights=self._has_weights,
+            has_weights=weight is not None,
             is_first=self._is_first,
         )
         for transform in self._transforms:
@@ -298,18 +298,17 @@ class BatchTransforms:
             self._check(batch.data, changed)
         return Batch(changed, batch.samples, batch.total)
 
-    def _taken_apart(self, data: Tree) -> tuple[Tree, Tree, Callable[[Tree, Tree], Any]]:
-        """Return a batch's inputs and targets, and what makes a batch of changed ones."""
+    def _taken_apart(self, data: Tree) -> tuple[Tree, Tree, Tree, Callable[[Tree, Tree], Any]]:
+        """Return a batch's inputs, targets and weights, and what makes a batch of changed ones."""
         is_tuple = isinstance(data, (tuple, list))
         steps_alone = self._compiled is not self._step
         x, y, weight = unpack_batch(data) if steps_alone else self._unpack(data)
-        self._has_weights = weight is not None
         loss = self._compiled.loss
         if y is None and not steps_alone and loss is not None and loss.own is None:
             y = labels_inside(x)
         if y is None:
-            return x, None, lambda x, y: (x,) if is_tuple else x
-        return x, y, lambda x, y: (x, y) if weight is None else (x, y, weight)
+            return x, None, None, lambda x, y: (x,) if is_tuple else x
+        return x, y, weight, lambda x, y: (x, y) if weight is None else (x, y, weight)
 
     def _found_classes(self, x: Tree, labels: torch.Tensor) -> int:
         """Return how many classes the net has for labels, by a look at its outputs for a batch.
@@ -319,12 +318,10 @@ class BatchTransforms:
         """
         if self._outputs is None:
             model, strategy = self._model, self._model._fitkit.compilation.strategy
-            drawn = random_state()
-            with modes_restored(model), torch.no_grad():
+            with kept_random_numbers(), modes_restored(model), torch.no_grad():
                 model.eval()
                 forward = forward_of(strategy.wrap_for_evaluation(model))
                 outputs = self._compiled.caller(self._compiled.in_precision(forward), x)
-            set_random_state(drawn)
             self._outputs = outputs.shape if isinstance(outputs, torch.Tensor) else torch.Size()
         shape, rest = self._outputs, labels.shape[1:]
         if shape[1:] == rest or (shape[1:] in ((), (1,)) and rest in ((), (1,))):
