@@ -18,7 +18,7 @@ is_absent = importlib.util.find_spec("deepspeed") is None
 @pytest.mark.skipif(not is_absent, reason="deepspeed is installed")
 def test_without_the_package_an_error_names_the_extra():
     model = fitkit.Model(nn.Linear(2, 2))
-    with pytest.raises(ImportError, match=r"pip install 'fitkit\[deepspeed\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'torch-fitkit\[deepspeed\]'"):
         model.compile("adam", "mse", accelerator="cpu", devices=2, strategy="deepspeed")
 
 

@@ -283,7 +283,7 @@ def test_other_devices_are_refused_and_the_cpu_is_told_how_to_emulate():
 def test_without_torchao_the_extra_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "torchao", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"fitkit\[fp8\]"):
+    with pytest.raises(ImportError, match=r"torch-fitkit\[fp8\]"):
         Float8Mixed(emulate=True).check(CPU)
 
 

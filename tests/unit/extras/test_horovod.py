@@ -151,7 +151,7 @@ def test_the_engine_is_joined_once_and_its_ranks_must_be_the_launchers(hvd):
 def test_without_the_package_an_error_names_the_extra_but_its_name_alone_needs_none():
     model = fitkit.Model(nn.Linear(2, 2))
     options = {"accelerator": "cpu", "devices": 1}
-    with pytest.raises(ImportError, match=r"pip install 'fitkit\[horovod\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'torch-fitkit\[horovod\]'"):
         model.compile("sgd", "mse", strategy=HorovodStrategy(engine="horovod"), **options)
     model.compile("sgd", "mse", strategy="horovod", **options)
     assert model.fit(torch.ones(4, 2), torch.ones(4, 2), verbose=0).history["loss"]

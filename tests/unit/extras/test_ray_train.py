@@ -87,7 +87,7 @@ def test_the_next_attempt_goes_on_as_if_nothing_had_happened(ray):
 
 def test_without_ray_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match=r"fitkit\[ray\]"):
+    with pytest.raises(ImportError, match=r"torch-fitkit\[ray\]"):
         RayTrainReport().last_checkpoint()
     with pytest.raises(fitkit.ConfigurationError, match="save_freq"):
         RayTrainReport(0)

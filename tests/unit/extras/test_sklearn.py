@@ -242,7 +242,7 @@ def test_without_scikit_learn_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.base", None)
     monkeypatch.delitem(sys.modules, "fitkit.sklearn")
     monkeypatch.delitem(sys.modules, "fitkit.extras.sklearn")
-    with pytest.raises(ImportError, match=r"pip install 'fitkit\[sklearn\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'torch-fitkit\[sklearn\]'"):
         importlib.import_module("fitkit.sklearn")
 
 

@@ -347,14 +347,14 @@ def test_without_fsspec_the_extra_is_named(monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(MissingPackageError, match=r"pip install 'fitkit\[cloud\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install 'torch-fitkit\[cloud\]'"):
         compiled().save_weights("memory://w.h5")
 
 
 def test_a_stores_missing_package_is_named(monkeypatch):
     for scheme, package, extra in (("s3", "s3fs", "s3"), ("gs", "gcsfs", "gcs")):
         monkeypatch.setitem(sys.modules, package, None)  # whether it is there or not
-        with pytest.raises(MissingPackageError, match=rf"'{package}'.*fitkit\[{extra}\]"):
+        with pytest.raises(MissingPackageError, match=rf"'{package}'.*torch-fitkit\[{extra}\]"):
             compiled().save_weights(f"{scheme}://bucket/w.h5")
     with pytest.raises(MissingPackageError, match="ocifs"):
         compiled().save_weights("oci://bucket/w.h5")

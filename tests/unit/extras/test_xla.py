@@ -202,7 +202,7 @@ def test_other_precisions_and_things_that_are_no_adapter_are_refused():
                                    {"strategy": "xla"}, {"strategy": "tpu"},
                                    {"strategy": XLAStrategy("torch_xla")}])  # fmt: skip
 def test_without_the_packages_an_error_names_the_extra(words):
-    with pytest.raises(ImportError, match=r"pip install 'fitkit\[tpu\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'torch-fitkit\[tpu\]'"):
         fitkit.Model(nn.Linear(2, 2)).compile("sgd", "mse", **words)
 
 

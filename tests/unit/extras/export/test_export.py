@@ -209,5 +209,5 @@ def test_onnx_without_its_packages_names_the_extra(tmp_path, monkeypatch):
     from fitkit.extras.export import formats
 
     monkeypatch.setattr(formats.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'fitkit\[onnx\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'torch-fitkit\[onnx\]'"):
         fitkit.Model(nn.Linear(4, 3)).export(tmp_path / "net.onnx", example=X)

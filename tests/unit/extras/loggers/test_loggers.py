@@ -314,6 +314,6 @@ def test_a_missing_package_is_named_with_its_extra(package, make, monkeypatch):
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(MissingPackageError, match=rf"fitkit\[{package}\]"):
+    with pytest.raises(MissingPackageError, match=rf"torch-fitkit\[{package}\]"):
         make()
     assert not os.path.exists("logs")

@@ -142,7 +142,7 @@ def test_it_draws_in_a_given_figure_or_axes():
 
 def test_a_missing_matplotlib_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingPackageError, match=r"fitkit\[plot\]"):
+    with pytest.raises(MissingPackageError, match=r"torch-fitkit\[plot\]"):
         history(loss=[1.0]).plot()
 
 
