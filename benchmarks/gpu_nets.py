@@ -1,4 +1,4 @@
-"""The nets of `benchmarks.gpu`: a small MLP, a ResNet-18 for small images, a small transformer."""
+"""The nets of `benchmarks.gpu`: a small MLP, ResNets, a GPT of 110 million parameters."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ class Task:
         name: as the table has it.
         net: makes the net.
         batch: makes a batch of random numbers, `(x, y)`.
+        steps: in an epoch that is timed: half a second of them or so on a large GPU.
     """
 
     name: str
     net: Callable[[], nn.Module]
     batch: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    steps: int = 200
 
 
 def mlp(*, small: bool = False) -> Task:
@@ -56,11 +58,140 @@ def transformer(*, small: bool = False) -> Task:
     )
 
 
+def resnet50(*, small: bool = False) -> Task:
+    """ResNet-50 as for ImageNet, batches of 64."""
+    width, size, side = (8, 4, 32) if small else (64, 64, 224)
+    return Task(
+        "ResNet-50",
+        lambda: ResNet50(width),
+        lambda: (torch.randn(size, 3, side, side), torch.randint(0, 1000, (size,))),
+        steps=10,
+    )
+
+
+def gpt(*, small: bool = False) -> Task:
+    """Twelve layers of width 768 over 512 tokens: 110 million parameters, batches of 8."""
+    width, layers, size, length, words = (32, 2, 2, 16, 64) if small else (768, 12, 8, 512, 32768)
+    tokens = lambda: torch.randint(0, words, (size, length))  # noqa: E731
+    return Task(
+        "GPT 110M",
+        lambda: GPT(words, width, layers, length),
+        lambda: (tokens(), tokens()),
+        steps=10,
+    )
+
+
 NETS: dict[str, Callable[..., Task]] = {
     "mlp": mlp,
+    "resnet50": resnet50,
+    "gpt": gpt,
     "resnet": resnet,
     "transformer": transformer,
 }
+
+
+class Bottleneck(nn.Module):
+    """Three convolutions, the middle one a quarter as wide, beside a shortcut (He et al. 2015)."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, outputs, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if stride > 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, inputs, H, W) to (B, 4 width, H / stride, W / stride)."""
+        return torch.relu(self.body(x) + self.shortcut(x))
+
+
+class ResNet50(nn.Module):
+    """Sixteen bottlenecks in four widths.
+
+    Args:
+        width: channels of the first; 64 in the paper.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 7, 2, 3, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, 2, 1),
+        )
+        blocks, inputs = [], width
+        for level, count in enumerate((3, 4, 6, 3)):
+            for number in range(count):
+                blocks.append(
+                    Bottleneck(inputs, width * 2**level, 2 if level and not number else 1)
+                )
+                inputs = 4 * width * 2**level
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(inputs, 1000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, 3, H, W) to (B, 1000)."""
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+class Layer(nn.Module):
+    """Attention to earlier tokens, then two products, each beside its input (GPT-2's order)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = max(1, width // 64)
+        self.before = nn.LayerNorm(width)
+        self.into = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, T, width) to the same."""
+        rows, length, width = x.shape
+        parts = self.into(self.before(x)).view(rows, length, 3, self.heads, -1)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).reshape(rows, length, width))
+        return x + self.mlp(x)
+
+
+class GPT(nn.Module):
+    """A decoder whose first and last weights are one.
+
+    Args:
+        words: in the vocabulary.
+        width: of each token.
+        layers: how many.
+        length: of a text, in tokens.
+    """
+
+    def __init__(self, words: int, width: int, layers: int, length: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.places = nn.Parameter(torch.randn(length, width) * 0.02)
+        self.layers = nn.Sequential(*(Layer(width) for _ in range(layers)))
+        self.last = nn.LayerNorm(width)
+        nn.init.normal_(self.words.weight, std=0.02)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, T) tokens to (B, words, T), as `cross_entropy` takes it."""
+        known = self.last(self.layers(self.words(x) + self.places))
+        return nn.functional.linear(known, self.words.weight).transpose(1, 2)
 
 
 class Block(nn.Module):

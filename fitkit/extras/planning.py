@@ -10,7 +10,7 @@ import gc
 import html
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -476,12 +476,14 @@ def _activations(net: nn.Module) -> Iterator[SavedTensors]:
     Autograd's hooks don't see the latter. So each block runs its forward once more, to be counted.
     During its backward it keeps as much again as after its forward.
     """
-    held = [*net.parameters(), *net.buffers()]
+
+    def held() -> list[torch.Tensor]:
+        return [*net.parameters(), *net.buffers()]
 
     def count(block: Any, args: Any, kwargs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            given = trees.tensors([args, kwargs])
-            with SavedTensors(apart_from=[*held, *given]) as inside:
+            apart = [*held(), *trees.tensors([args, kwargs])]
+            with SavedTensors(apart_from=lambda: apart) as inside:
                 block.forward.plainly(*args, **kwargs)
             saved.peak = max(saved.peak, saved.bytes + inside.peak)
             saved.largest = max(saved.largest, inside.largest)
@@ -514,7 +516,8 @@ class SavedTensors:
     """Counts the bytes that autograd keeps inside the block. Shared memory counts once.
 
     Args:
-        apart_from: tensors that exist anyway, such as parameters.
+        apart_from: returns the tensors that exist anyway, such as parameters. It is asked when
+            autograd keeps its first tensor, because `fit` moves parameters to their device.
 
     Attributes:
         bytes: the bytes kept now.
@@ -522,12 +525,13 @@ class SavedTensors:
         largest: the bytes of the largest tensor that may have a gradient.
     """
 
-    def __init__(self, apart_from: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, apart_from: Callable[[], Iterable[torch.Tensor]] = tuple) -> None:
         self.peak: int = 0
         self.largest: int = 0
         self.bytes: int = 0
         self._holders: Counter[int] = Counter()
-        self._apart = {_storage(tensor) for tensor in apart_from}
+        self._apart_from = apart_from
+        self._apart: set[int] | None = None
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, attrgetter("tensor"))
 
     def __enter__(self) -> SavedTensors:
@@ -540,6 +544,8 @@ class SavedTensors:
     def _keep(self, tensor: torch.Tensor) -> _Kept:
         kept = _Kept(tensor)
         storage = _storage(tensor)
+        if self._apart is None:
+            self._apart = {_storage(other) for other in self._apart_from()}
         if storage not in self._apart:
             size = tensor.untyped_storage().nbytes()
             self._holders[storage] += 1
