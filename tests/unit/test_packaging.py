@@ -203,6 +203,7 @@ DISTRIBUTIONS = {"sklearn": "scikit-learn"}
 
 WITHOUT_EXTRA = {
     "IPython": "is there in a notebook, and used nowhere else",
+    "packaging": "comes with torchmetrics",
     "pynvml": "replaces nvidia-smi, which does the same, where it is there",
     "scipy": "comes with scikit-learn",
     "torch_xla": "stopped at torch 2.9: the extra tpu brings torch_tpu",
