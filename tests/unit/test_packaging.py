@@ -264,6 +264,16 @@ def test_the_doctor_tells_what_fitkit_sees(capsys):
     assert "torch" in printed and "devices='auto'" in printed
 
 
+def test_the_guide_is_printed_and_is_one_that_agents_can_take(capsys):
+    from fitkit.__main__ import main
+
+    assert main(["guide"]) == 0
+    printed = capsys.readouterr().out
+    assert printed == (PACKAGE / "guide.md").read_text(encoding="utf-8")
+    head = re.match(r"---\nname: ([a-z-]+)\ndescription: (.+)\n---\n\n# ", printed)
+    assert head and len(head[2]) <= 1024 and len(printed.splitlines()) < 200
+
+
 def test_the_sample_of_the_makefile_is_there():
     makefile = (CHECKOUT / "Makefile").read_text().replace("\\\n", " ")
     sample = re.search(r"^SAMPLE := (.*)$", makefile, re.MULTILINE)[1]
