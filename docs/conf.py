@@ -24,6 +24,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
+    "text_pages",
 ]
 html_theme = "furo"
 html_static_path = ["_static"]
@@ -66,4 +67,5 @@ def setup(app):
 
 def offer_pages_outside(app, page, source):
     """Links to pages outside docs, which the site doesn't have, give the file."""
-    source[0] = re.sub(r"\]\(((?:\.\./)+(?:benchmarks/)?[A-Z_]+\.md)\)", r"](path:\1)", source[0])
+    outside = r"\]\(((?:\.\./)+(?:benchmarks/(?:agents/)?)?[A-Z_]+\.md)\)"
+    source[0] = re.sub(outside, r"](path:\1)", source[0])

@@ -1,10 +1,11 @@
-"""The command line: `python -m fitkit doctor`, `inspect`, `convert`, `diff` and `verify`."""
+"""The command line: `python -m fitkit doctor`, `guide`, `inspect`, `convert`, `diff`, `verify`."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+from pathlib import Path
 
 import fitkit
 from fitkit.errors import FitkitError
@@ -16,6 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"fitkit {fitkit.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="print what fitkit sees on this machine")
+    commands.add_parser("guide", help="print a short guide, made for coding agents")
     formats = "a .h5, .safetensors, .pt or .pth file, or a .dcp folder"
     inspect = commands.add_parser("inspect", help="print what a checkpoint or weights file holds")
     inspect.add_argument("source", metavar="file", help=formats)
@@ -42,6 +44,9 @@ def main(arguments: list[str] | None = None) -> int:
         from fitkit.extras.doctor import report
 
         print(report(fitkit.__version__))
+        return 0
+    if given.command == "guide":
+        print(Path(fitkit.__file__).with_name("guide.md").read_text(encoding="utf-8"), end="")
         return 0
     if given.command == "verify":
         return _verify(given)

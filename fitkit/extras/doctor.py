@@ -8,10 +8,12 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 
 import torch
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
 
 from fitkit.accelerators import computes_bfloat16, name_of
 from fitkit.errors import ConfigurationError
@@ -27,6 +29,9 @@ VARIABLES = re.compile(
     r"|(NCCL|GLOO|FITKIT|PYTORCH)_\w+)"
 )
 """Environment variables that change what fitkit does; no others are shown."""
+
+OWN_EXTRAS = ("test", "dev", "docs", "examples")
+"""Extras for work on fitkit itself."""
 
 OTHER_NAMES = {"mlflow": "mlflow-skinny"}
 """Packages that may be installed under another name."""
@@ -44,6 +49,7 @@ def report(fitkit_version: str) -> str:
         "fitkit": fitkit_version,
         "package": package,
         **_versions(),
+        **_too_old(),
         **_machine(),
         **_launch(),
         **_choice(),
@@ -71,16 +77,48 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _optional() -> list[str]:
-    """Return the packages of the extras that users install."""
+def _asked() -> Iterator[tuple[Requirement, bool]]:
+    """Yield what fitkit asks for, and whether only an extra for users asks for it.
+
+    What holds on other systems or for another Python is left out.
+    """
     try:
         lines = requires(DISTRIBUTION) or []
     except PackageNotFoundError:  # used from a folder, not installed
-        return []
-    wanted = [line for line in lines if "extra ==" in line]
-    for purpose in ("test", "dev", "docs", "examples"):
-        wanted = [line for line in wanted if f'extra == "{purpose}"' not in line]
-    return sorted({re.split(r"[^\w.-]", line)[0] for line in wanted} - set(NEEDED))
+        return
+    for line in lines:
+        try:
+            asked = Requirement(line)
+        except InvalidRequirement:
+            continue
+        extra = re.search(r"""extra == ['"]([\w.-]+)""", line)
+        if extra and extra[1] in OWN_EXTRAS:
+            continue
+        if asked.marker is None or asked.marker.evaluate({"extra": extra[1] if extra else ""}):
+            yield asked, extra is not None
+
+
+def _optional() -> list[str]:
+    """Return the packages of the extras that users install."""
+    return sorted({asked.name for asked, of_extra in _asked() if of_extra} - set(NEEDED))
+
+
+def _too_old() -> dict[str, str]:
+    """Return a line for each installed package, and for Python, that is older than fitkit asks."""
+    try:
+        python = SpecifierSet(metadata(DISTRIBUTION)["Requires-Python"] or "")
+    except PackageNotFoundError:
+        return {"too old": "not known: fitkit is used from a folder, which has no list"}
+    found = {}
+    if platform.python_version() not in python:
+        found["update Python"] = f"{platform.python_version()} is older than fitkit's {python}"
+    for asked, _ in _asked():
+        installed = torch.__version__ if asked.name == "torch" else _version(asked.name)
+        if installed and not asked.specifier.contains(installed, prereleases=True):
+            found[f"update {asked.name}"] = (
+                f"{installed} is installed. Run: pip install '{asked.name}{asked.specifier}'"
+            )
+    return found or {"too old": "nothing"}
 
 
 def _version(package: str) -> str:

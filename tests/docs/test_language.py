@@ -49,6 +49,8 @@ PAGES = [
     "docs/performance.md",
     "docs/benchmarks.md",
     "docs/faq.md",
+    "docs/for-agents.md",
+    "fitkit/guide.md",
     *sorted(f"docs/tasks/{page.name}" for page in (ROOT / "docs" / "tasks").glob("*.md")),
 ]
 """The pages that have been rewritten."""

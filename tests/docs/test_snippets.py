@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
-    *sorted((ROOT / "benchmarks").glob("*.md")),
+    *sorted((ROOT / "benchmarks").rglob("*.md")),
+    ROOT / "fitkit" / "guide.md",
     *sorted((ROOT / ".github").rglob("*.md")),
 ]
 BLOCK = re.compile(r"^```python(?: needs ([\w, ]+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -203,6 +203,7 @@ DISTRIBUTIONS = {"sklearn": "scikit-learn"}
 
 WITHOUT_EXTRA = {
     "IPython": "is there in a notebook, and used nowhere else",
+    "packaging": "comes with torchmetrics",
     "pynvml": "replaces nvidia-smi, which does the same, where it is there",
     "scipy": "comes with scikit-learn",
     "torch_xla": "stopped at torch 2.9: the extra tpu brings torch_tpu",
@@ -261,6 +262,16 @@ def test_the_doctor_tells_what_fitkit_sees(capsys):
     printed = capsys.readouterr().out
     assert printed.split()[:2] == ["fitkit", fitkit.__version__]
     assert "torch" in printed and "devices='auto'" in printed
+
+
+def test_the_guide_is_printed_and_is_one_that_agents_can_take(capsys):
+    from fitkit.__main__ import main
+
+    assert main(["guide"]) == 0
+    printed = capsys.readouterr().out
+    assert printed == (PACKAGE / "guide.md").read_text(encoding="utf-8")
+    head = re.match(r"---\nname: ([a-z-]+)\ndescription: (.+)\n---\n\n# ", printed)
+    assert head and len(head[2]) <= 1024 and len(printed.splitlines()) < 200
 
 
 def test_the_sample_of_the_makefile_is_there():

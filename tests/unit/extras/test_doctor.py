@@ -46,6 +46,37 @@ def test_it_fits_on_one_screen_and_names_what_a_report_needs(report):
     assert lines["launcher"] == "none"
 
 
+ASKED = [
+    "torch>=2.10",
+    "numpy>=1.26",
+    "h5py>=3.11",
+    'keras>=3.15; python_version < "3.0" and extra == "keras"',
+    'ray[train]>=2.40; extra == "ray"',
+    'onnx>=1.17; extra == "onnx"',
+    'pytest>=8; extra == "test"',
+]
+INSTALLED = {"numpy": "1.9.5", "h5py": "3.12.0", "keras": "2.0", "ray": "2.9.0", "pytest": "7.0"}
+
+
+def test_what_is_too_old_has_a_line_each_that_says_what_to_run(report, monkeypatch):
+    monkeypatch.setattr(doctor, "requires", lambda name: ASKED)
+    monkeypatch.setattr(doctor, "metadata", lambda name: {"Requires-Python": ">=3.99"})
+    monkeypatch.setattr(doctor, "_version", lambda name: INSTALLED.get(name, ""))
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    lines = lines_of(report())
+    old = {name: value for name, value in lines.items() if name.startswith(("update", "too old"))}
+    assert old.keys() == {"update Python", "update torch", "update numpy", "update ray"}
+    assert old["update torch"].startswith("2.9.1+cu128 is installed")
+    assert old["update ray"].endswith("pip install 'ray>=2.40'")
+
+
+def test_a_release_candidate_and_a_local_build_are_no_older(report, monkeypatch):
+    monkeypatch.setattr(doctor, "requires", lambda name: ASKED[:1])
+    monkeypatch.setattr(doctor, "metadata", lambda name: {"Requires-Python": ">=3.10"})
+    monkeypatch.setattr(torch, "__version__", "2.11.0.dev20260101+cpu")
+    assert lines_of(report())["too old"] == "nothing"
+
+
 def test_the_launchers_ranks_and_what_auto_makes_of_them(report):
     lines = lines_of(report(**LAUNCH))
     assert lines["launcher"] == "torchrun, rank 1 of 4, node 0 of 1"

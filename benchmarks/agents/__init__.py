@@ -1,0 +1,1 @@
+"""Thirty small tasks for coding agents, and programs that judge what they write."""

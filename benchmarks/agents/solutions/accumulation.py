@@ -1,0 +1,17 @@
+import json
+
+import numpy as np
+import torch
+from torch import nn
+
+import fitkit
+
+data = np.load("data.npz")
+net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+net.load_state_dict(torch.load("start.pt"))
+model = fitkit.Model(net)
+model.compile("sgd", "cross_entropy", learning_rate=0.1, accumulate_grad_batches=4)
+model.fit(data["x"], data["y"], batch_size=8, epochs=3, shuffle=False)
+with open("result.json", "w") as file:
+    json.dump({"updates": model.global_step}, file)
+torch.save(net.state_dict(), "weights.pt")

@@ -1,0 +1,13 @@
+import numpy as np
+import torch
+from torch import nn
+
+import fitkit
+
+data = np.load("data.npz")
+net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+net.load_state_dict(torch.load("start.pt"))
+model = fitkit.Model(net)
+model.compile("sgd", "mse", learning_rate=0.1, gradient_clip_val=0.5)
+model.fit(data["x"], data["y"], batch_size=20, epochs=4, shuffle=False)
+torch.save(net.state_dict(), "weights.pt")

@@ -1,0 +1,1 @@
+"""A task a file: what an agent is told, the files it gets, and how its results are judged."""
