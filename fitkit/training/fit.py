@@ -36,11 +36,12 @@ from fitkit.training.batch_transforms import BatchTransforms, batch_transforms_o
 from fitkit.training.compiler import Updates, compiler_of
 from fitkit.training.evaluate import evaluate_source, users_look
 from fitkit.training.log import LazyLogs, noted_by, reduced, warn_of_empty
-from fitkit.training.own_step import Step, StepContext, running, step_for
 from fitkit.training.rates import Rates
 from fitkit.training.resume import check_data, facts_of, give_states, states_of
 from fitkit.training.settings import FitArguments
 from fitkit.training.snapshot import contents, weights_of
+from fitkit.training.step_context import StepContext, as_current
+from fitkit.training.step_for import Step, step_for
 from fitkit.training.surroundings import rank_source, surroundings
 from fitkit.training.update import updates_for
 from fitkit.typing import PlainData, Values
@@ -209,7 +210,7 @@ class Fit:
             state.run = self
             if not kept_in_evaluation(model._weights_module()):
                 model.train()
-            with running(model, self.context):  # its logs join the first epoch's
+            with as_current(model, self.context):  # its logs join the first epoch's
                 callbacks.call("on_train_begin", {})
             self.warn_of_doubts()
             self.in_evaluation = kept_in_evaluation(model._weights_module())
@@ -294,7 +295,7 @@ class Fit:
         if not done:
             self._restore_random_state()
         with state.settings_restored() if done else contextlib.nullcontext():
-            with running(model, context):
+            with as_current(model, context):
                 callbacks.call("on_epoch_begin", epoch, {})
             self.logs, self.seen_values = None, {}
             self.follow_freezing()
@@ -312,7 +313,7 @@ class Fit:
         # Whether other code may run between two groups: then no batch may wait.
         looks = validates or asks_ranks or users_look(callbacks, "train")
         index, empty = done - 1, 0
-        with running(model, context):
+        with as_current(model, context):
             batches = step.mover.bring_each(self.stream.epoch(done))
             if self.batch_transforms is not None:
                 batches = self.batch_transforms.each(batches, done)
@@ -384,7 +385,7 @@ class Fit:
         self.rates.after_epoch(epoch, values, self.seen_values)
         self.logs = values
         progress.end_epoch(ends_pass=self.arguments.steps_per_epoch is None)
-        with running(model, context):
+        with as_current(model, context):
             ended = callbacks.hooks("on_epoch_end")
             context.call_at_end(ended, values, self.strategy.data_ranks, epoch, values)
         if not self.has_warned_of_empty and self.collectives.rank == 0:

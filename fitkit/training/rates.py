@@ -22,8 +22,8 @@ from fitkit.schedulers import (
     own_interval,
 )
 from fitkit.training.check_state import check_scheduler_state
-from fitkit.training.own_step import Step
 from fitkit.training.settings import FitArguments
+from fitkit.training.step_for import Step
 from fitkit.typing import PlainData, Values
 
 LENGTHS = ("T_max", "total_steps", "total_iters", "total_updates")

@@ -28,8 +28,8 @@ from fitkit.modes import in_use, modules_of, set_mode, weights_cast_anew
 from fitkit.module import Module, is_metric
 from fitkit.training.compiler import compiler_of
 from fitkit.training.explain import explanation
-from fitkit.training.own_step import StepContext, running
 from fitkit.training.step import counter_of
+from fitkit.training.step_context import StepContext, as_current
 
 
 @contextlib.contextmanager
@@ -129,7 +129,7 @@ def evaluating(
     """
     losses = model._fitkit.compilation.loss_modules
     evaluates_losses = losses and context.name != "predict"
-    with running(model, context):
+    with as_current(model, context):
         if not model._fitkit.fit_state.trains and not evaluates_losses:
             set_mode(model, training=False, modules=modules)
             yield
