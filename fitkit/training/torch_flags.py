@@ -26,16 +26,13 @@ class ProcessFlag:
     ) -> None:
         self._put = put
         self._restorer = restorer
-        self._put_back: Callable[[], None] | None = None
+        self._put_back: Callable[[], None] = lambda: None
         self._wanted: list[list[Any]] = []
         self._lock = threading.RLock()
 
     @contextlib.contextmanager
     def held(self, value: object) -> Iterator[None]:
-        """Set the flag for the length of a block; None leaves it unchanged."""
-        if value is None:
-            yield
-            return
+        """Set the flag for the length of a block."""
         entry = [value]
         with self._lock:
             if not self._wanted:
@@ -49,7 +46,7 @@ class ProcessFlag:
                 self._wanted = [other for other in self._wanted if other is not entry]
                 if self._wanted:
                     self._put(self._wanted[-1][0])
-                elif self._put_back is not None:
+                else:
                     self._put_back()
 
 
