@@ -10,7 +10,7 @@
 #   make test-gpu    what needs an NVIDIA GPU, then benchmarks/gpu.py, with the torch that is there: PYTHON=python3
 #   make test-simulated-gpu   what speaks to devices, on simulated GPUs (Linux, g++): ARGS=short for what CI runs, ARGS=all for all
 #   make lint        ruff: rules and formatting     make typecheck   mypy, and pyright on what users write
-#   make coverage    which branches of fitkit/training its own tests take
+#   make coverage    the tests of fitkit/training, and which of its branches they take
 #   make bench       the benchmarks                 make bench ARGS="step arrays --quick"
 #   make bench-peers other libraries for them, in an environment of their own
 #   make soak        ranks killed at random moments, resources over many calls: ARGS="--kills 50 --share 1"
@@ -43,9 +43,9 @@ setup: $(STAMP)
 
 # OpenMP's threads spin while they wait for one another, and take the cores from each other where programs are more than cores:
 # on two cores at loads of 6 to 10 the demo took 101 s of them, so 39.
-demo test test-all test-with: export OMP_WAIT_POLICY ?= passive
+demo test test-all test-with coverage: export OMP_WAIT_POLICY ?= passive
 # Tests start hundreds of processes; without bytecode files each compiles fitkit anew, 0.4 s.
-demo test test-all test-with: export PYTHONDONTWRITEBYTECODE :=
+demo test test-all test-with coverage: export PYTHONDONTWRITEBYTECODE :=
 
 demo: $(DEMO)
 	@$(BIN)/python examples/digits.py $(ARGS)

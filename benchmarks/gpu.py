@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import fitkit
 from benchmarks.gpu_nets import NETS, Task
-from fitkit.training.surroundings import MATMUL_PRECISION
+from fitkit.training.torch_flags import MATMUL_PRECISION
 from fitkit.typing import PrecisionName
 
 PRECISIONS: dict[str, tuple[PrecisionName, Literal["highest", "high"], torch.dtype | None]] = {

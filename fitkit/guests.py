@@ -2,8 +2,8 @@
 
 Such a network has its own ways: how it is called in training, what it adds to a loss, what happens
 after an update, what it keeps that doesn't learn. A `Guest` says them, and stands in the network's
-place in the model. fitkit asks once at the beginning of a verb whether there is one, so a torch
-module pays nothing for it.
+place in the model. fitkit asks once at the beginning of a verb whether there is one. For a torch
+module, a step asks `NO_GUEST`, which gives back what it gets.
 """
 
 from __future__ import annotations
@@ -87,6 +87,10 @@ class Guest(nn.Module):
             counts: by the targets alone; None for the batch's samples.
         """
         return counts
+
+
+NO_GUEST = Guest(None)
+"""Stands for a torch module, for which there is nothing to do."""
 
 
 GUESTS: Registry[type[Guest]] = Registry("net")

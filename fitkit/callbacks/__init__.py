@@ -36,30 +36,31 @@ if TYPE_CHECKING:
         TerminateOnNaN,
     )
 
+# The same homes once more, for the first use of a name: type checkers can't read them here.
 _OF_EXTRAS = {
-    f"{home}:{name}": name
-    for home, names in {
-        "fitkit.extras.averages": ("EMA", "StochasticWeightAveraging", "SwapEMAWeights"),
-        "fitkit.extras.evaluations": ("EvaluateEvery", "MetricCallback"),
-        "fitkit.extras.finetuning": ("BackboneFinetuning", "GradualUnfreezing"),
-        "fitkit.extras.loggers.tensorboard": ("TensorBoard",),
-        "fitkit.extras.profiler": ("Profiler",),
-        "fitkit.extras.progressive": ("Progressive",),
-        "fitkit.extras.ray_train": ("RayTrainReport",),
-        "fitkit.extras.run_folder": ("RunFolder",),
-        "fitkit.extras.stochastic_depth": ("StochasticDepth",),
-        "fitkit.extras.resources": ("DeviceStatsMonitor", "ThroughputMonitor", "Timer"),
-        "fitkit.extras.watches": (
-            "DetectLossSpike",
-            "DetectNonFinite",
-            "NormMonitor",
-            "TerminateOnNaN",
-        ),
-    }.items()
-    for name in names
+    "EMA": "fitkit.extras.averages:EMA",
+    "StochasticWeightAveraging": "fitkit.extras.averages:StochasticWeightAveraging",
+    "SwapEMAWeights": "fitkit.extras.averages:SwapEMAWeights",
+    "EvaluateEvery": "fitkit.extras.evaluations:EvaluateEvery",
+    "MetricCallback": "fitkit.extras.evaluations:MetricCallback",
+    "BackboneFinetuning": "fitkit.extras.finetuning:BackboneFinetuning",
+    "GradualUnfreezing": "fitkit.extras.finetuning:GradualUnfreezing",
+    "TensorBoard": "fitkit.extras.loggers.tensorboard:TensorBoard",
+    "Profiler": "fitkit.extras.profiler:Profiler",
+    "Progressive": "fitkit.extras.progressive:Progressive",
+    "RayTrainReport": "fitkit.extras.ray_train:RayTrainReport",
+    "DeviceStatsMonitor": "fitkit.extras.resources:DeviceStatsMonitor",
+    "ThroughputMonitor": "fitkit.extras.resources:ThroughputMonitor",
+    "Timer": "fitkit.extras.resources:Timer",
+    "RunFolder": "fitkit.extras.run_folder:RunFolder",
+    "StochasticDepth": "fitkit.extras.stochastic_depth:StochasticDepth",
+    "DetectLossSpike": "fitkit.extras.watches:DetectLossSpike",
+    "DetectNonFinite": "fitkit.extras.watches:DetectNonFinite",
+    "NormMonitor": "fitkit.extras.watches:NormMonitor",
+    "TerminateOnNaN": "fitkit.extras.watches:TerminateOnNaN",
 }
 if not TYPE_CHECKING:
-    __getattr__ = imported_on_demand(__name__, {name: home for home, name in _OF_EXTRAS.items()})
+    __getattr__ = imported_on_demand(__name__, _OF_EXTRAS)
 
 ProgbarLogger = ProgressBar
 """Keras's name for the progress bar."""
@@ -104,7 +105,7 @@ __all__ = [
 ]
 
 
-for _home, _name in _OF_EXTRAS.items():
+for _name, _home in _OF_EXTRAS.items():
     CALLBACKS.promise(_home, _name)
 for _home, _names in {
     "services": ("MLflow", "WandB"),

@@ -20,8 +20,8 @@ from fitkit.modes import modes_restored
 from fitkit.module import Module
 from fitkit.random_states import kept_random_numbers
 from fitkit.samples import samples_in
-from fitkit.training.own_step import Step
 from fitkit.training.step import CompiledStep, forward_of, labels_inside, unpacker_of
+from fitkit.training.step_for import Step
 from fitkit.typing import Tree
 
 TARGET_NAMES = ("y", "target", "targets", "label", "labels")

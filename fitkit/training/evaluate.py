@@ -26,9 +26,10 @@ from fitkit.module import Module
 from fitkit.samples import samples_of
 from fitkit.training.compiler import PassSteps, Take, compiler_of
 from fitkit.training.log import LazyLogs, reduced, warn_of_empty
-from fitkit.training.own_step import Step, StepContext, predict_step_for, step_for
 from fitkit.training.settings import EvaluateArguments
 from fitkit.training.step import Outcome
+from fitkit.training.step_context import StepContext
+from fitkit.training.step_for import Step, predict_step_for, step_for
 from fitkit.training.surroundings import evaluating, rank_source, surroundings
 from fitkit.training.with_gradients import first_step
 from fitkit.typing import Outputs

@@ -36,11 +36,12 @@ from fitkit.training.batch_transforms import BatchTransforms, batch_transforms_o
 from fitkit.training.compiler import Updates, compiler_of
 from fitkit.training.evaluate import evaluate_source, users_look
 from fitkit.training.log import LazyLogs, noted_by, reduced, warn_of_empty
-from fitkit.training.own_step import Step, StepContext, running, step_for
 from fitkit.training.rates import Rates
 from fitkit.training.resume import check_data, facts_of, give_states, states_of
 from fitkit.training.settings import FitArguments
 from fitkit.training.snapshot import contents, weights_of
+from fitkit.training.step_context import StepContext, as_current
+from fitkit.training.step_for import Step, step_for
 from fitkit.training.surroundings import rank_source, surroundings
 from fitkit.training.update import updates_for
 from fitkit.typing import PlainData, Values
@@ -209,7 +210,7 @@ class Fit:
             state.run = self
             if not kept_in_evaluation(model._weights_module()):
                 model.train()
-            with running(model, self.context):  # its logs join the first epoch's
+            with as_current(model, self.context):  # its logs join the first epoch's
                 callbacks.call("on_train_begin", {})
             self.warn_of_doubts()
             self.in_evaluation = kept_in_evaluation(model._weights_module())
@@ -283,28 +284,9 @@ class Fit:
             ConfigurationError: no batch of the epoch had rows.
         """
         model, context, step, update = self.model, self.context, self.step, self.update
-        state, logbook = model._fitkit.fit_state, self.step.logbook
-        progress = self.progress
-        # Begin the epoch, or go on where it was interrupted.
-        self.in_evaluation = to_training(model, self.in_evaluation)
-        model.current_epoch = epoch
-        self.steps_done = done = progress.steps
-        step.begin()
-        context.begin()
-        if not done:
-            self._restore_random_state()
-        with state.settings_restored() if done else contextlib.nullcontext():
-            with running(model, context):
-                callbacks.call("on_epoch_begin", epoch, {})
-            self.logs, self.seen_values = None, {}
-            self.follow_freezing()
-        state.train(state.stored_weights if done else None)
-        if done:
-            # These hooks ran before the interruption. What they log, draw and set now is undone.
-            context.waiting.clear()
-            self._restore_random_state()
-
-        # Train on its batches.
+        logbook = step.logbook
+        done = self.progress.steps  # before an interruption
+        self._begin_epoch(epoch, callbacks)
         begin = callbacks.hooks("on_train_batch_begin")
         end = callbacks.hooks("on_train_batch_end")
         asks_ranks = self._asks_ranks()
@@ -312,7 +294,7 @@ class Fit:
         # Whether other code may run between two groups: then no batch may wait.
         looks = validates or asks_ranks or users_look(callbacks, "train")
         index, empty = done - 1, 0
-        with running(model, context):
+        with as_current(model, context):
             batches = step.mover.bring_each(self.stream.epoch(done))
             if self.batch_transforms is not None:
                 batches = self.batch_transforms.each(batches, done)
@@ -364,34 +346,66 @@ class Fit:
             if index + 1 == done:
                 self._check_on_peeked_batch()
             step.finish()
+        values = self._values_of_epoch(epoch, callbacks, steps=index + 1)
+        self._end_epoch(epoch, callbacks, values)
+        return values
 
-        # Join the ranks' values, validate, and give the values to schedulers and callbacks.
+    def _begin_epoch(self, epoch: int, callbacks: CallbackList) -> None:
+        """Begin an epoch, or go on where it was interrupted."""
+        model, context = self.model, self.context
+        state = model._fitkit.fit_state
+        self.in_evaluation = to_training(model, self.in_evaluation)
+        model.current_epoch = epoch
+        self.steps_done = done = self.progress.steps
+        self.step.begin()
+        context.begin()
+        if not done:
+            self._restore_random_state()
+        with state.settings_restored() if done else contextlib.nullcontext():
+            with as_current(model, context):
+                callbacks.call("on_epoch_begin", epoch, {})
+            self.logs, self.seen_values = None, {}
+            self.follow_freezing()
+        state.train(state.stored_weights if done else None)
+        if done:
+            # These hooks ran before the interruption. What they log, draw and set now is undone.
+            context.waiting.clear()
+            self._restore_random_state()
+
+    def _values_of_epoch(self, epoch: int, callbacks: CallbackList, *, steps: int) -> Values:
+        """Return an epoch's values over all ranks, those of its validation included."""
+        model, progress = self.model, self.progress
+        state = model._fitkit.fit_state
         if self.arguments.weights_by_class is not None:
             self.arguments.weights_by_class.check_seen(self.collectives)
         if self.strategy.engine is not None:
             self.strategy.engine.average_ranks()
         state.eval()
-        values, _ = reduced(logbook, self.strategy.log_ranks, progress.noted)
+        values, _ = reduced(self.step.logbook, self.strategy.log_ranks, progress.noted)
         model._fitkit.log_names = list(values)
         if self.held_out and self.arguments.validates_after(epoch):
             before = progress.validated
-            if before and (before["steps"], before["updates"]) == (index + 1, state.updates):
+            if before and (before["steps"], before["updates"]) == (steps, state.updates):
                 self.seen_values = before["values"]  # unchanged since then
                 values.update(self.seen_values)
             else:
                 values.update(self._validate(callbacks, epoch))
+        return values
+
+    def _end_epoch(self, epoch: int, callbacks: CallbackList, values: Values) -> None:
+        """Give an epoch's values to schedulers and callbacks, which may add their own."""
+        context = self.context
         self._warn_of_non_finite(epoch, values)
         self.rates.after_epoch(epoch, values, self.seen_values)
         self.logs = values
-        progress.end_epoch(ends_pass=self.arguments.steps_per_epoch is None)
-        with running(model, context):
+        self.progress.end_epoch(ends_pass=self.arguments.steps_per_epoch is None)
+        with as_current(self.model, context):
             ended = callbacks.hooks("on_epoch_end")
             context.call_at_end(ended, values, self.strategy.data_ranks, epoch, values)
         if not self.has_warned_of_empty and self.collectives.rank == 0:
             self.has_warned_of_empty = warn_of_empty(values, f"In epoch {epoch + 1}")
         if self.arguments.callback_list.callbacks:
-            model.stop_training = self._any_stops()
-        return values
+            self.model.stop_training = self._any_stops()
 
     def note(self, steps: int) -> None:
         """Record how many of the epoch's steps are done."""

@@ -15,7 +15,8 @@ from fitkit.hooks import overridden
 from fitkit.losses import Count
 from fitkit.modes import weights_cast_anew
 from fitkit.module import Module
-from fitkit.training.own_step import Step, StepContext
+from fitkit.training.step_context import StepContext
+from fitkit.training.step_for import Step
 from fitkit.training.weighing import weighed
 
 

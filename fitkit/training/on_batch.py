@@ -42,8 +42,9 @@ from fitkit.shortcuts import Shortcut
 from fitkit.training.batch_transforms import batch_transforms_of
 from fitkit.training.evaluate import joined, on_host
 from fitkit.training.log import warn_of_empty
-from fitkit.training.own_step import StepContext, predict_step_for, running, step_for
 from fitkit.training.step import CompiledStep, counter_of
+from fitkit.training.step_context import StepContext, as_current
+from fitkit.training.step_for import predict_step_for, step_for
 from fitkit.training.surroundings import (
     computing,
     evaluating,
@@ -389,7 +390,7 @@ def fit_batch(
             if kept is None:
                 kept = KeptStep(*step_for(model, "training", class_weights=class_weights))
             context, step = kept.context, kept.step
-            with running(model, context), state.weights_restored():
+            with as_current(model, context), state.weights_restored():
                 state.train()
                 try:
                     if kept.update is None:

@@ -22,8 +22,8 @@ from fitkit.schedulers import (
     own_interval,
 )
 from fitkit.training.check_state import check_scheduler_state
-from fitkit.training.own_step import Step
 from fitkit.training.settings import FitArguments
+from fitkit.training.step_for import Step
 from fitkit.typing import PlainData, Values
 
 LENGTHS = ("T_max", "total_steps", "total_iters", "total_updates")
@@ -66,11 +66,10 @@ class WarmUp:
         return {"done": self._done, "targets": [float(target) for target in self._targets]}
 
     def step(self) -> None:
-        """Record an update."""
-        if not self.is_over:
-            self._follow()
-            self._done += 1
-            self._set()
+        """Record an update, before it is over."""
+        self._follow()
+        self._done += 1
+        self._set()
 
     def end(self) -> None:
         """Set the groups to their target rates, if they haven't reached them yet."""

@@ -176,18 +176,13 @@ class FitArguments:
             isinstance(frequency, numbers.Real) and float(frequency) < 1
         )
 
-    def batches_between_validations(self, steps: int | None) -> fractions.Fraction | None:
-        """How many batches, or parts of one, lie between two validations of an epoch.
+    def batches_between_validations(self, steps: int | None) -> fractions.Fraction:
+        """How many batches, or parts of one, lie between two validations within an epoch.
 
         Args:
             steps: batches in the epoch; None if unknown.
-
-        Returns:
-            The number; None if only the ends of epochs validate.
         """
         frequency = self.validation_freq
-        if not self.validates_within_epochs:
-            return None
         if isinstance(frequency, dict):
             return fractions.Fraction(frequency["batches"])
         assert isinstance(frequency, numbers.Real)

@@ -25,7 +25,7 @@ from fitkit.distributed.strategies import Strategy
 from fitkit.distributed.sync_batchnorm import Synchronization
 from fitkit.distributed.wrapped_model import DividedModel, ReplicatedModel, WrappedModel
 from fitkit.errors import ConfigurationError
-from fitkit.guests import Guest, guest_of
+from fitkit.guests import NO_GUEST, Guest, guest_of
 from fitkit.hooks import overridden
 from fitkit.losses import Ask, CompiledLoss, Count, Term
 from fitkit.losses.class_weights import ClassWeights
@@ -117,9 +117,8 @@ class CompiledStep:
         self._is_plain = strategy.precision.is_plain and NO_CAST.is_on
         self.enter_again()
         self._sequences = wrapped if isinstance(wrapped, DividedModel) else None
-        self._guest: Guest | None = guest_of(model)
-        if self._guest is not None:
-            self._guest.begin(strategy.world.rank)
+        self._guest: Guest = guest_of(model) or NO_GUEST
+        self._guest.begin(strategy.world.rank)
         self.caller: Caller = caller_of(model)
         self.mover: Mover = mover_of(model, transfer)
         self._unpack = unpacker_of(model, None if predicts else name)
@@ -274,7 +273,7 @@ class CompiledStep:
             self._check_batch(x, y, weight)
         try:
             outputs = forward(x) if type(x) is torch.Tensor else self.caller(forward, x)
-            if self._guest is not None and self.loss is not None:
+            if self.loss is not None:
                 outputs, y, weight = self._guest.for_loss(outputs, y, weight)
             ask = self.asking(*self._arguments(x)) if self._asks else None
             if not self.checked:
@@ -330,9 +329,8 @@ class CompiledStep:
                     "up in one function, or leave context_parallel out."
                 )
             value, count = sequences.mean(value, number_of(count))
-        if self._guest is not None:
-            value, count, terms = self._guest.with_added(value, count, terms, is_part=is_part)
-            outputs, y, weight = self._guest.for_metrics(outputs, y, weight)
+        value, count, terms = self._guest.with_added(value, count, terms, is_part=is_part)
+        outputs, y, weight = self._guest.for_metrics(outputs, y, weight)
         for term in terms:
             term.count = number_of(term.count)
         return Outcome(value, number_of(count), terms, outputs, y, weight)
@@ -372,7 +370,7 @@ class CompiledStep:
         batches aren't rows of arrays that are on the device.
         """
         only = None if self.meters is None else self.meters.only
-        is_on = LOSSES_JOINED.is_on and self._guest is None
+        is_on = LOSSES_JOINED.is_on and self._guest is NO_GUEST
         if only is None or self.loss is None or self.may_count or not is_on:
             return
         of_each = self.loss.of_each(self.all_targets)
@@ -401,10 +399,8 @@ class CompiledStep:
                 loss.check_labels(targets)
             if self.meters is not None:
                 hint = functools.partial(loss.hint, net=self.wrapped.module)
-                shown = (outputs, y)
-                if self._guest is not None:
-                    shown = self._guest.for_metrics(outputs, y, None)[:2]
-                self.meters.start(*shown, hint, loss.trained)
+                shown = self._guest.for_metrics(outputs, y, None)
+                self.meters.start(*shown[:2], hint, loss.trained)
         self.checked = True
         self._had_target = y is not None
         found = self._outcome(outputs, y, weight, is_part, ask)
@@ -482,8 +478,7 @@ class CompiledStep:
         assert self.loss is not None
         _, y, _ = self._unpack(batch.data)
         samples, counts = batch.samples, self.loss.counts(trees.map_leaves(torch.as_tensor, y))
-        if self._guest is not None:
-            counts = self._guest.counts_to_come(counts)
+        counts = self._guest.counts_to_come(counts)
         return [float(samples if c is None or not samples else c) for c in counts]
 
     def explain(self, error: Exception, x: Tree, y: Tree) -> None:

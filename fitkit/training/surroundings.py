@@ -1,25 +1,22 @@
 """What surrounds a verb's call on a rank.
 
-These are torch's flags, the form of the net, the rank's share of the data, and what is restored
-after an error.
+These are the device, torch's flags, the form of the net, its mode, the rank's share of the data,
+and what is restored after an error.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from fitkit.accelerators import current, empty_cache
 from fitkit.buffers import Place, restorer
-from fitkit.compilation import MEMORY_FORMATS
 from fitkit.data.batches import CountedSource, Source
 from fitkit.data.sharding import sharded
 from fitkit.errors import OutOfMemoryError, is_out_of_memory
@@ -28,8 +25,10 @@ from fitkit.modes import in_use, modules_of, set_mode, weights_cast_anew
 from fitkit.module import Module, is_metric
 from fitkit.training.compiler import compiler_of
 from fitkit.training.explain import explanation
-from fitkit.training.own_step import StepContext, running
+from fitkit.training.memory_layout import laid_out, match_strides
 from fitkit.training.step import counter_of
+from fitkit.training.step_context import StepContext, as_current
+from fitkit.training.torch_flags import BENCHMARK, DETERMINISTIC, MATMUL_PRECISION
 
 
 @contextlib.contextmanager
@@ -129,7 +128,7 @@ def evaluating(
     """
     losses = model._fitkit.compilation.loss_modules
     evaluates_losses = losses and context.name != "predict"
-    with running(model, context):
+    with as_current(model, context):
         if not model._fitkit.fit_state.trains and not evaluates_losses:
             set_mode(model, training=False, modules=modules)
             yield
@@ -201,161 +200,6 @@ def unchanged_on_error(model: Module, modules: list[nn.Module] | None = None) ->
             for parameter in module._parameters.values():
                 if parameter is not None:
                     parameter.grad = None
-
-
-class ProcessFlag:
-    """Sets one of torch's process-wide flags for the length of calls.
-
-    Calls may nest, and calls in several threads may overlap. The call that began last decides the
-    flag's value. When the last call ends, the value that the first call found is restored.
-
-    Args:
-        put: sets the flag.
-        restorer: reads the flag; returns a function that restores that value.
-    """
-
-    def __init__(
-        self, put: Callable[[Any], None], restorer: Callable[[], Callable[[], None]]
-    ) -> None:
-        self._put = put
-        self._restorer = restorer
-        self._put_back: Callable[[], None] | None = None
-        self._wanted: list[list[Any]] = []
-        self._lock = threading.RLock()
-
-    @contextlib.contextmanager
-    def held(self, value: object) -> Iterator[None]:
-        """Set the flag for the length of a block; None leaves it unchanged."""
-        if value is None:
-            yield
-            return
-        entry = [value]
-        with self._lock:
-            if not self._wanted:
-                self._put_back = self._restorer()
-            self._put(value)
-            self._wanted.append(entry)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._wanted = [other for other in self._wanted if other is not entry]
-                if self._wanted:
-                    self._put(self._wanted[-1][0])
-                elif self._put_back is not None:
-                    self._put_back()
-
-
-def _set_benchmark(value: bool) -> None:
-    torch.backends.cudnn.benchmark = value
-
-
-def _benchmark_restorer() -> Callable[[], None]:
-    before = torch.backends.cudnn.benchmark
-    return lambda: _set_benchmark(before)
-
-
-def _set_deterministic(value: bool | str) -> None:
-    torch.use_deterministic_algorithms(bool(value), warn_only=value == "warn")
-
-
-def _deterministic_restorer() -> Callable[[], None]:
-    strict = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    return lambda: torch.use_deterministic_algorithms(strict, warn_only=warn_only)
-
-
-def _matmul_precision_restorer() -> Callable[[], None]:
-    """Read the matmul precision from both of torch's APIs; return a function that restores both.
-
-    The two APIs are only partly in sync. After `torch.backends.cuda.matmul.fp32_precision = …` the
-    older getters raise until both APIs agree. Compilers call the older getters. So the older setter
-    is used here, which sets both.
-    """
-    backends: Any = torch.backends
-    newer = [
-        (backend, backend.fp32_precision)
-        for backend in (backends.cuda.matmul, backends.mkldnn.matmul)
-    ]
-    older: str | None = None
-    with contextlib.suppress(RuntimeError):  # the newer API has another value
-        older = torch.get_float32_matmul_precision()
-
-    def put_back() -> None:
-        if older is not None:
-            torch.set_float32_matmul_precision(older)
-        for backend, precision in newer:
-            backend.fp32_precision = precision
-
-    return put_back
-
-
-BENCHMARK = ProcessFlag(_set_benchmark, _benchmark_restorer)
-
-
-DETERMINISTIC = ProcessFlag(_set_deterministic, _deterministic_restorer)
-
-
-MATMUL_PRECISION = ProcessFlag(torch.set_float32_matmul_precision, _matmul_precision_restorer)
-
-
-_uses: dict[int, int] = {}
-"""How many calls now use a parameter in another layout, by the parameter's id."""
-
-
-_lock = threading.RLock()
-
-
-@contextlib.contextmanager
-def laid_out(module: torch.nn.Module, word: str | None) -> Iterator[None]:
-    """Change the layout of a module's four-dimensional parameters for the length of a block.
-
-    The tensors stay the same objects with the same numbers; only their strides change. If calls
-    overlap, the last one to end restores the layout.
-
-    Args:
-        word: a key of `MEMORY_FORMATS`; None leaves the module unchanged.
-    """
-    changed: list[torch.nn.Parameter] = []
-    layout = MEMORY_FORMATS[word or "channels_last"]
-    try:
-        with _lock:
-            for parameter in () if word is None else module.parameters():
-                is_used = id(parameter) in _uses
-                if not is_used and not (
-                    parameter.ndim == 4
-                    and parameter.is_contiguous()
-                    and parameter.is_floating_point()
-                ):
-                    continue
-                _uses[id(parameter)] = _uses.get(id(parameter), 0) + 1
-                changed.append(parameter)
-                if not is_used:
-                    parameter.data = parameter.data.contiguous(memory_format=layout)
-        yield
-    finally:
-        with _lock:
-            for parameter in changed:
-                _uses[id(parameter)] -= 1
-                if not _uses[id(parameter)]:
-                    del _uses[id(parameter)]
-                    parameter.data = parameter.data.contiguous()
-
-
-def match_strides(optimizers: Iterable[Optimizer]) -> None:
-    """Give optimizers' running values the same layout as their parameters.
-
-    Fused steps read both in memory order.
-    """
-    for optimizer in optimizers:
-        for parameter, state in optimizer.state.items():
-            for key, value in state.items():
-                if (
-                    isinstance(value, torch.Tensor)
-                    and value.shape == parameter.shape
-                    and value.stride() != parameter.stride()
-                ):
-                    state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def rank_source(

@@ -35,11 +35,12 @@ from fitkit.optimizers import (
 from fitkit.training.applier import Applier, ScaledApplier
 from fitkit.training.compiler import compiler_of
 from fitkit.training.manual import Manual, check_manual, exchange_gradients, manual_backward
-from fitkit.training.own_step import Step, StepContext
+from fitkit.training.memory_layout import match_strides
 from fitkit.training.rates import Rates
 from fitkit.training.second_order import backward_with_graph, needs_graph
 from fitkit.training.step import Outcome
-from fitkit.training.surroundings import match_strides
+from fitkit.training.step_context import StepContext
+from fitkit.training.step_for import Step
 from fitkit.training.tally import CarriedTally, Tally
 from fitkit.training.weighing import (
     TINY,

@@ -99,7 +99,7 @@ LIMITS = {
     "the same with three metrics": (lambda: from_loader(("accuracy", "f1", "recall")), 380),
     "the same without metrics": (lambda: from_loader(()), 280),
     "arrays, Adam and accuracy by name": (from_arrays, 286),
-    "evaluate on arrays": (evaluated, 62),
+    "evaluate on arrays": (evaluated, 65),
     "predict on arrays": (predicted, 41),
     "train_on_batch": (lambda: one_by_one("train_on_batch", "x", "y"), 570),
     "test_on_batch": (lambda: one_by_one("test_on_batch", "x", "y"), 360),

@@ -227,27 +227,40 @@ class RankLauncher:
     def _leave_after(self, error: BaseException, watch: Watch) -> WorkerError | None:
         """Leave the process group after an error, and decide which error `launch` raises.
 
-        An error of this rank's own is reported to the others. An error that only shows a lost
-        connection is replaced by its cause, which another rank has reported.
-
         Returns:
             The error of the rank that failed first. None to raise this rank's own error.
         """
-        rank = self.strategy.world.rank
         is_broken = watch.exchanges_ended or shows_broken_exchange(error)
         if isinstance(error, WorkerError) or not is_broken:
-            local = Failure.of(rank, error)
-            first = watch.report(local)
-            self._release()
-            # Where all ranks raise one error (a file that can't be written), it is rank 0's, and
-            # so is what was asked and can't be, on any rank, and what the user does.
-            is_same = first.what.partition(":")[2] == local.what.partition(":")[2]
-            is_shown = self.others.prints or rank != 0 or not first.raised or is_same
-            if is_shown or not local.raised or not isinstance(error, Exception):
-                return None
-            return None if isinstance(error, ConfigurationError) else first.as_error()
+            return self._after_own(error, watch)
+        return self._after_anothers(error, watch)
+
+    def _after_own(self, error: BaseException, watch: Watch) -> WorkerError | None:
+        """Report an error of this rank's own to the others, and leave.
+
+        Returns:
+            The error of the rank that failed before this one, where nothing else would show it.
+            None to raise this rank's own error.
+        """
+        rank = self.strategy.world.rank
+        local = Failure.of(rank, error)
+        first = watch.report(local)
+        self._release()
+        # Where all ranks raise one error (a file that can't be written), it is rank 0's, and so is
+        # what was asked and can't be, on any rank, and what the user does.
+        is_same = first.what.partition(":")[2] == local.what.partition(":")[2]
+        is_shown = self.others.prints or rank != 0 or not first.raised or is_same
+        if is_shown or not local.raised or not isinstance(error, Exception):
+            return None
+        return None if isinstance(error, ConfigurationError) else first.as_error()
+
+    def _after_anothers(self, error: BaseException, watch: Watch) -> WorkerError:
+        """Leave after an error that only shows a lost connection; return its cause.
+
+        Another rank has reported it.
+        """
         self._release()  # First: ranks that wait for this one come out, too.
-        failure = watch.cause(error) or broken_exchange(rank, error, watch)
+        failure = watch.cause(error) or broken_exchange(self.strategy.world.rank, error, watch)
         # What this rank was doing explains nothing, and holds DataLoader workers and ports.
         traceback.clear_frames(error.__traceback__)
         if not (failure.raised and self.others.prints):

@@ -323,6 +323,7 @@ REFUSED = {
     "sample weights": ([MixUp(0.2)], {"sample_weight": torch.ones(26)}, "weights"),
     "ignored labels": ([MixUp(0.2)], {"y": Y.masked_fill(Y == 2, -100)}, "ignored"),
     "no images": ([CutMix(1.0)], {"x": torch.rand(26, 7)}, "images"),
+    "unlike the outputs": ([MixUp(0.2)], {"y": torch.zeros(26, 4, 2).long()}, "Labels of shape"),
     "whole numbers": ([MixUp(1.0)], {"x": torch.randint(0, 9, (26, 3))}, "floating-point"),
 }
 
@@ -357,3 +358,11 @@ def test_class_weights_go_by_the_larger_part():
         optimizer.step()
     expected = torch.cat([p.detach().flatten() for p in plain.parameters()])
     torch.testing.assert_close(weights(model), expected, atol=1e-6, rtol=0)
+
+
+def test_a_column_of_class_numbers_is_mixed_as_a_row_of_them():
+    column = made([MixUp(0.4)])
+    column.fit([(X, Y[:, None])], epochs=2, verbose=0)
+    row = made([MixUp(0.4)])
+    row.fit([(X, Y)], epochs=2, verbose=0)
+    assert torch.equal(weights(column), weights(row))

@@ -63,6 +63,13 @@ def put(document, place, value):
     part[last] = value
 
 
+def logged(**parts):
+    """Notes of a value that a step logged, as a document has them."""
+    return {"dict": {"a": {"dict": {
+        "options": {"dict": {}}, "running": [1.0, 2], "metric": None, **parts,
+    }}}}  # fmt: skip
+
+
 WRONG = [
     (("training", "updates"), "x", "updates='x' isn't a number"),
     (("training", "updates"), -1, "updates=-1 isn't a number"),
@@ -78,7 +85,7 @@ WRONG = [
     (("progress", "noted", 0, "logged"), {"dict": {"a": "x"}}, "logged isn't a dict"),
     (
         ("progress", "noted", 0, "logged"),
-        {"dict": {"a": {"dict": {"options": {"dict": {}}, "running": [1.0, 2], "metric": None}}}},
+        logged(),
         "the reduction of a logged value is unknown",
     ),
     (("progress", "noted", 0, "scales"), {"dict": {"a_loss": "x"}}, "a loss weight isn't a number"),
@@ -86,6 +93,27 @@ WRONG = [
     (("progress", "warm_up"), 3, "warm_up isn't a dict"),
     (("progress", "loader"), 3, "loader isn't a dict"),
     (("progress", "data"), 3, "data isn't a dict of plain data"),
+    (("progress", "shares"), 0, "shares is 0"),
+    (("progress", "warm_up", "targets"), ["x"], "a target rate of the warm-up isn't a number"),
+    (("progress", "warm_up", "targets"), [0.1] * 9, "the target rates of the warm-up don't match"),
+    (("progress", "noted", 0, "sums"), {"dict": {"loss": [1.0]}}, "a sum and its number"),
+    (("progress", "noted", 0, "logged"), logged(running=[1.0]), "a logged value and its number"),
+    (("progress", "noted", 0, "logged"), logged(latest="x"), "a logged value isn't a number"),
+    (
+        ("progress", "noted", 0, "logged"),
+        logged(options={"dict": {"reduce_fx": "mean"}}),
+        "the options of a logged value aren't those of self.log",
+    ),
+    (("training", "optimizers", 0, "names"), [[3]], "an optimizer's parameters have names"),
+    (("training", "optimizers", 0, "names"), [3], "names has values that aren't lists"),
+    (("training", "optimizers", 0, "options"), 3, "an optimizer's options aren't plain data"),
+    (("training", "losses"), [{"dict": {"a": 3}}], "the state of a loss has values"),
+    (("training", "scalings", 0, "scaler", "scale"), -1.0, "a loss scaler's scale=-1.0 is invalid"),
+    (
+        ("training", "scalings", 0, "scaler", "growth_interval"),
+        "x",
+        "a loss scaler's growth_interval='x' is invalid",
+    ),
 ]
 
 
@@ -349,9 +377,10 @@ def test_a_random_state_of_another_device_than_the_generators_is_refused_or_left
     assert generator.initial_seed() == 3
 
 
-def test_a_callback_that_cannot_take_its_state_is_named(tmp_path, written):
+@pytest.mark.parametrize("state", [5, {"dict": {"wait": "x"}}])
+def test_a_callback_that_cannot_take_its_state_is_named(tmp_path, written, state):
     document, arrays = copy.deepcopy(written[0]), written[1]
-    document["state"]["dict"]["progress"]["dict"]["callbacks"][0]["dict"]["state"] = 5
+    document["state"]["dict"]["progress"]["dict"]["callbacks"][0]["dict"]["state"] = state
     write_container(tmp_path / "forged.h5", document, arrays)
     with pytest.raises(CheckpointError, match="EarlyStopping can't resume from its state"):
         compiled().fit(
@@ -363,6 +392,57 @@ def test_a_callback_that_cannot_take_its_state_is_named(tmp_path, written):
             callbacks=EarlyStopping("loss"),
             resume_from=tmp_path / "forged.h5",
         )
+
+
+def test_a_file_that_says_otherwise_how_its_model_was_compiled_asks_for_it(tmp_path, written):
+    document, arrays = copy.deepcopy(written[0]), written[1]
+    put(document, ("compiled",), {"dict": {"named": 3}})
+    write_container(tmp_path / "forged.h5", document, arrays)
+    with pytest.raises(CheckpointError, match="doesn't say how its model was compiled"):
+        fitkit.load_model(tmp_path / "forged.h5", torch.nn.Linear(4, 2))
+
+
+class Named(torch.nn.Module):
+    """The same parameters, in the order that is asked for."""
+
+    def __init__(self, *names, rows=2):
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, torch.nn.Parameter(torch.ones(rows)))
+
+    def forward(self, prediction, target=None):
+        loss = sum(parameter.sum() * prediction.mean() for parameter in self.parameters())
+        return prediction * self.a if target is None else loss
+
+
+@pytest.mark.parametrize(("optimizer", "net", "loss", "words"), [
+    ("adam", Named("b", "a"), Named("c"), "in another order"),
+    ("sgd", Named("a", "b"), Named("c", rows=3), "losses with parameters"),
+])  # fmt: skip
+def test_parameters_in_another_order_or_of_another_loss_are_told(
+    tmp_path, optimizer, net, loss, words
+):
+    model = fitkit.Model(Named("a", "b"))
+    model.compile(optimizer, Named("c"))
+    model.fit(torch.randn(4, 2), torch.randn(4, 2), verbose=0)
+    model.save(tmp_path / "c.h5")
+    other = fitkit.Model(net)
+    other.compile(optimizer, loss)
+    with pytest.raises(CheckpointError, match=words):
+        other.load(tmp_path / "c.h5")
+
+
+def test_schedulers_that_functions_make_are_compared_when_they_are_made(tmp_path):
+    def model_with(schedule):
+        return reference.compiled(linear(4, 2), "sgd", "mse", lr_scheduler=schedule)
+
+    model = model_with(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2))
+    model.fit(X, Y, verbose=0)
+    model.save(tmp_path / "c.h5")
+    other = model_with(lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    other.load(tmp_path / "c.h5")
+    with pytest.raises(CheckpointError, match="has the schedulers StepLR"):
+        other.fit(X, Y, verbose=0)
 
 
 def test_load_model_wants_a_net(tmp_path):

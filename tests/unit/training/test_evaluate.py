@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fitkit
+from fitkit.training.caller import Caller
 
 X, Y = torch.randn(20, 3), torch.randint(2, (20,))
 
@@ -179,3 +180,25 @@ def test_all_batches_take_torchs_fast_path_for_evaluation():
         expected = net(x)
     found = torch.as_tensor(model.predict(x, batch_size=4, verbose=0))
     torch.testing.assert_close(found, expected)
+
+
+def test_data_that_end_before_the_steps_are_told():
+    model = fitkit.Model(Own())
+    model.compile(loss="cross_entropy")
+    with pytest.warns(UserWarning, match="ended after 2 of 5 batches"):
+        model.evaluate(iter([(X[:10], Y[:10]), (X[10:], Y[10:])]), steps=5, verbose=0)
+
+
+A, B = torch.zeros(1), torch.ones(1)
+
+
+@pytest.mark.parametrize(("forward", "x", "expected"), [
+    (lambda **named: None, {"a": A}, ((), {"a": A})),
+    (lambda a, b: None, {1: A, 2: B}, (({1: A, 2: B},), {})),
+    (lambda a, b: None, {"a": A}, ((), {"a": A})),  # the call will say what is missing
+    (lambda a, b=None: None, {"c": A}, (({"c": A},), {})),
+    (lambda *each: None, (A, B), ((A, B), {})),
+    (lambda a, b=None: None, [A, B, A], (([A, B, A],), {})),
+])  # fmt: skip
+def test_how_a_net_takes_its_inputs_by_its_signature(forward, x, expected):
+    assert Caller(forward).arguments(x) == expected

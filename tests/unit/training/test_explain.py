@@ -83,6 +83,16 @@ def test_other_verbs_suggest_smaller_batches_alone(verb):
     assert "accumulate" not in str(caught.value) and "fsdp" not in str(caught.value)
 
 
+def test_batches_of_a_loader_may_be_halved_and_those_of_one_sample_not():
+    _, model = compiled(cuda_error)
+    with pytest.raises(fitkit.OutOfMemoryError, match="batches of half as many samples"):
+        model.fit([(X[:8], Y[:8])] * 4, verbose=0)
+    _, model = compiled(cuda_error)
+    with pytest.raises(fitkit.OutOfMemoryError) as caught:
+        model.fit(X, Y, batch_size=1, verbose=0)
+    assert "batch_size=" not in str(caught.value)
+
+
 def test_accumulated_batches_are_doubled_too():
     _, model = compiled(cuda_error, accumulate_grad_batches=3)
     words = "batch_size=8 with accumulate_grad_batches=6"

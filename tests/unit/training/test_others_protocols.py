@@ -204,6 +204,17 @@ def test_one_that_doesnt_say_so_is_told_what_to_write():
         model.fit(X, Y, verbose=0)
 
 
+def test_other_errors_of_an_optimizer_stay_as_they_are():
+    class Broken(torch.optim.SGD):
+        def step(self, closure=None):
+            raise RuntimeError("out of cheese")
+
+    model = fitkit.Model(nets.linear(3, 1))
+    model.compile(Broken, "mse")
+    with pytest.raises(RuntimeError, match="^out of cheese$"):
+        model.fit(X, Y, verbose=0)
+
+
 @pytest.mark.parametrize("options", [{"jit_compile": True}, {"devices": 2, "accelerator": "cpu"}])
 def test_where_no_graph_leads_it_is_refused(options):
     model = fitkit.Model(nets.linear(3, 1))

@@ -6,7 +6,8 @@ from torch import nn
 
 import fitkit
 from fitkit.data.batches import Batch
-from fitkit.training.own_step import predict_step_for, running, step_for
+from fitkit.training.step_context import as_current
+from fitkit.training.step_for import predict_step_for, step_for
 
 X, Y = torch.randn(6, 3), torch.randint(2, (6,))
 BATCH = Batch((X, Y), 6, 6)
@@ -33,7 +34,7 @@ def test_an_outcome_is_recorded_when_somebody_records_it(kind, count):
     context, step = step_for(model, "training")
     context.batch = BATCH
     expected = nn.functional.cross_entropy(model.net(X), Y)
-    with running(model, context):
+    with as_current(model, context):
         first, second = step(BATCH, 0), step(BATCH, 1)
     assert first.loss == second.loss == expected and second.loss.requires_grad
     if kind is OwnSteps:
@@ -50,7 +51,7 @@ def test_a_batch_that_only_fills_a_place_has_an_outcome_and_records_nothing(kind
     model = compiled(kind)
     context, step = step_for(model, "training")
     filler = context.batch = Batch((X, Y), 0, 8)
-    with running(model, context):
+    with as_current(model, context):
         outcome = step(filler, 0)
     step.record(filler, outcome)
     assert outcome.loss.requires_grad and step.logbook.sums() == {}
@@ -61,7 +62,7 @@ def test_predictions_are_outcomes_without_a_loss(kind, factor):
     model = compiled(kind)
     context, step = predict_step_for(model)
     context.batch = BATCH
-    with running(model, context), torch.no_grad():
+    with as_current(model, context), torch.no_grad():
         outcome = step(BATCH)
         assert torch.equal(outcome.outputs, factor * model.net(X))
     assert outcome.loss is None

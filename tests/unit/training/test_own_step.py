@@ -511,6 +511,64 @@ def test_lbfgs_and_accumulation_with_an_own_step():
         torch.testing.assert_close(own.layer.weight, plain.net.weight, rtol=0, atol=1e-6)
 
 
+def test_what_lbfgs_computes_again_is_neither_logged_nor_counted():
+    class Own(fitkit.Model):
+        def __init__(self, net):
+            super().__init__(net)
+            self.seen, self.calls = torchmetrics.MeanMetric(), 0
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.seen.update(loss.detach())
+            self.log("own", loss)
+            self.calls += 1
+            return loss
+
+    plain, own = fitkit.Model(linear(4, 3, seed=1)), Own(linear(4, 3, seed=1))
+    for model in (plain, own):
+        model.compile(
+            partial(torch.optim.LBFGS, max_iter=4), "cross_entropy", metrics=["accuracy"]
+        )
+    expected, found = (model.fit(X, Y, **QUIET).history for model in (plain, own))
+    assert found["loss"] == found["own"] == pytest.approx(expected["loss"])
+    assert found["accuracy"] == expected["accuracy"]
+    assert own.seen._update_count == len(BATCHES) < own.calls
+
+
+@pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2}, {"precision": "16-mixed"}])
+def test_what_an_optimizer_that_computes_the_loss_itself_cant_have(options):
+    model = fitkit.Model(linear(4, 3))
+    model.compile(torch.optim.LBFGS, "cross_entropy", accelerator="cpu", **options)
+    with pytest.raises(fitkit.ConfigurationError, match="LBFGS"):
+        model.fit(X, Y, **QUIET)
+
+
+def test_a_test_step_may_return_its_loss_as_a_number():
+    class Own(Classifier):
+        def test_step(self, batch, batch_idx):
+            return F.cross_entropy(self(batch[0]), batch[1]).item()
+
+    model = Own()
+    expected = F.cross_entropy(model(X), Y).item()
+    found = model.evaluate(X, Y, batch_size=16, verbose=0, return_dict=True)
+    assert found["loss"] == pytest.approx(expected)
+
+
+def test_a_torchmetrics_object_of_two_numbers_isnt_logged():
+    class Own(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.both = torchmetrics.Accuracy("multiclass", num_classes=3, average=None)
+
+        def training_step(self, batch, batch_idx):
+            self.both.update(self(batch[0]), batch[1])
+            self.log("both", self.both)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(fitkit.ConfigurationError, match="not one number"):
+        Own().fit(X, Y, **QUIET)
+
+
 def test_a_batch_whose_step_returns_none_is_left_out():
     class Own(Classifier):
         def training_step(self, batch, batch_idx):

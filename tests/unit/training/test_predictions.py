@@ -111,7 +111,7 @@ def test_a_function_gets_each_batch_and_its_indices_in_order(as_numpy):
         X, out=lambda *given: got.append(given), as_numpy=as_numpy, verbose=0, batch_size=10
     )
     assert returned is None
-    expected = model.predict(X, verbose=0)
+    expected = model.predict(X, verbose=0, batch_size=10)
     assert isinstance(got[0][0], np.ndarray if as_numpy else torch.Tensor)
     assert [len(outputs) for outputs, _ in got] == [10] * 10 + [3]
     assert np.array_equal(np.concatenate([indices for _, indices in got]), np.arange(103))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fitkit
-from fitkit.training.surroundings import MATMUL_PRECISION
+from fitkit.training.torch_flags import MATMUL_PRECISION
 
 torch.manual_seed(0)
 X, Y = torch.randn(40, 3, 8, 8), torch.randint(0, 4, (40,))

@@ -159,3 +159,12 @@ def test_where_shards_or_replicas_stand_around_the_net(strategy):
 
     with pytest.raises(fitkit.ConfigurationError, match=r"with torch\.enable_grad\(\)"):
         run()
+
+
+def test_other_errors_of_an_evaluation_stay_as_they_are():
+    class Fails(nn.Linear):
+        def forward(self, x):
+            raise RuntimeError("out of cheese")
+
+    with pytest.raises(RuntimeError, match="out of cheese"):
+        compiled(net=Fails(3, 1)).predict(X, verbose=0)
