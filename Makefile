@@ -1,6 +1,6 @@
 # Every target does the set-up it needs, so any can be the first on a machine with Python 3.11 (or 3.10 and later), git and make.
 #
-#   make demo        train the handwritten digits (examples/digits.py)
+#   make demo        train the handwritten digits (examples/digits.py), and say how to see simulated GPUs
 #   make test        the test suite                 make test ARGS="tests/unit -k packaging"
 #   make test-all    with the slow tests, which take some ten minutes more
 #   make test-with   the fast tests with another Python or torch, all else the newest: PYTHON=3.12 TORCH=2.10
@@ -49,6 +49,7 @@ demo test test-all test-with coverage: export PYTHONDONTWRITEBYTECODE :=
 
 demo: $(DEMO)
 	@$(BIN)/python examples/digits.py $(ARGS)
+	@$(BIN)/python tests/simulated_gpu/demo.py
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow" $(ARGS)
@@ -138,6 +139,7 @@ docs: $(STAMP)
 
 pictures: $(STAMP)
 	@$(BIN)/python docs/readme_figures.py
+	@$(BIN)/python docs/make_foreign_names.py
 	@$(BIN)/python docs/make_pictures.py $(ARGS)
 
 release: $(STAMP)

@@ -30,6 +30,7 @@ html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["fitkit.css"]
 html_js_files = ["tables.js"]
+html_search_scorer = str(Path(__file__).with_name("_static") / "search_order.js")
 # Only the code is copied: no prompts, and no output between them.
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

@@ -2,8 +2,8 @@
 
 The names stand in `foreign_names.json`, which is read when a name fails. Names that fitkit has,
 too, aren't listed. The error for an unknown argument or attribute ends with a name's sentence, and
-so does the warning about a method that is never called. The pages docs/from-keras.md and
-docs/from-lightning.md show the names.
+so does the warning about a method that is never called. The page docs/foreign-names.md shows the
+names.
 """
 
 from __future__ import annotations
@@ -79,19 +79,3 @@ def callback_arguments() -> dict[str, str]:
     """Return what Lightning gives to each hook of a callback, and where it is here."""
     arguments: dict[str, str] = _data()["callback hooks"]["arguments"]
     return arguments
-
-
-def markdown(*peers: str) -> str:
-    """Return a table of these peers' names, as the pages for their users have it."""
-    lines = ["| name | what to write |", "|---|---|"]
-    for place, names in rows().items():
-        for (peer, name), sentence in names.items():
-            if peer in peers:
-                is_attribute = place.startswith("fitkit")
-                shown = f"{place}.{name}" if is_attribute else f"{place}({name}=…)"
-                if place == "lr_scheduler":
-                    shown = f'compile({place}="{name}")'
-                shown = shown.replace("fitkit.Model.", "model.")
-                label = f" ({peer})" if peer != peers[0] else ""
-                lines.append(f"| `{shown}`{label} | {sentence} |")
-    return "\n".join(lines)

@@ -23,6 +23,9 @@ PAGES = [
     "docs/data.md",
     "docs/callbacks.md",
     "docs/many-devices.md",
+    "docs/accelerators.md",
+    "docs/own-package.md",
+    "docs/comparison.md",
     "docs/own-steps.md",
     "docs/losses-and-metrics.md",
     "docs/checkpoints.md",
@@ -88,8 +91,6 @@ ITEM = re.compile(r"^ *\*{0,2}[\w`][\w, *`]*: (?=\S)", re.MULTILINE)
 CODE_OF_DOCSTRING = re.compile(
     r"^ *(Example|Reference)s?:.*?(?=^ *[A-Z]\w+: *$|\Z)", re.MULTILINE | re.DOTALL
 )
-GENERATED = re.compile(r"^## Unsupported names.*", re.MULTILINE | re.DOTALL)
-"""Tables of fitkit/foreign_names.json."""
 
 
 def prose(text: str) -> list[str]:
@@ -97,7 +98,7 @@ def prose(text: str) -> list[str]:
 
     A piece of code is one word, however long, and its full stops end no sentence.
     """
-    text = GENERATED.sub("", FENCED.sub("", text))
+    text = FENCED.sub("", text)
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"`[^`]*`", "code", text)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)

@@ -38,14 +38,19 @@ def impossible():
     return None
 
 
-def library(kind):
-    """The compiled library of a kind, made first where it is missing."""
+def place(kind):
+    """Where the compiled library of a kind is, or will be."""
     sources = sorted(path for path in HERE.iterdir() if path.suffix in (".cpp", ".hpp"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
-    folder = CACHE / f"torch-{importlib.metadata.version('torch')}-{digest}"
-    found = folder / f"lib{kind}.so"
+    return CACHE / f"torch-{importlib.metadata.version('torch')}-{digest}" / f"lib{kind}.so"
+
+
+def library(kind):
+    """The compiled library of a kind, made first where it is missing."""
+    found = place(kind)
     if found.exists():
         return found
+    folder = found.parent
     folder.mkdir(parents=True, exist_ok=True)
     torch = pathlib.Path(importlib.util.find_spec("torch").origin).parent
     made = folder / f".{kind}.{os.getpid()}.so"

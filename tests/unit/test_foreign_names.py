@@ -1,6 +1,7 @@
 """What users of other libraries write, and what they are told."""
 
 import importlib
+import importlib.util
 import inspect
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 
 import fitkit
 from fitkit.errors import ArgumentTypeError
-from fitkit.foreign_names import instead, markdown, rows
+from fitkit.foreign_names import instead, rows
 
 ROWS = [(place, name) for place, names in rows().items() for _, name in names]
 MAKERS = ("fitkit.callbacks", "fitkit.sklearn")
@@ -137,13 +138,31 @@ def test_a_subclass_may_use_a_peers_names():
     assert Own().layers == [1]
 
 
-@pytest.mark.parametrize(("page", "peers"), [
-    ("from-keras.md", ("Keras", "skorch")),
-    ("from-lightning.md", ("Lightning", "Accelerate", "transformers")),
+def pages_script():
+    """docs/make_foreign_names.py as a module."""
+    script = DOCS / "make_foreign_names.py"
+    spec = importlib.util.spec_from_file_location("make_foreign_names", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_shows_the_names():
+    page = pages_script()
+    assert page.tables() in (DOCS / "foreign-names.md").read_text(), "run make pictures"
+    names = [name for place in rows().values() for _, name in place]
+    assert len(names) > 200 and all(name in page.tables() for name in names)
+
+
+@pytest.mark.parametrize(("sentence", "expected"), [
+    ("Write fit(epochs=…).", "Write `fit(epochs=…)`."),
+    ('Write {"floor": 0.1, "power": 1} or EMA.', 'Write `{"floor": 0.1, "power": 1}` or EMA.'),
+    ("Set automatic_optimization = False.", "Set `automatic_optimization = False`."),
+    ("Layers are torch.nn's (as x).", "Layers are `torch.nn`'s (as x)."),
+    ("Leave it out.", "Leave it out."),
 ])  # fmt: skip
-def test_the_pages_show_the_rows(page, peers):
-    text = (DOCS / page).read_text()
-    assert markdown(*peers) in text, f"put this into {page}: {markdown(*peers)}"
+def test_code_in_a_sentence_is_marked_as_such(sentence, expected):
+    assert pages_script().marked(sentence) == expected
 
 
 class Own(fitkit.Model):
