@@ -38,7 +38,7 @@ def lines_of(text):
 
 def test_it_fits_on_one_screen_and_names_what_a_report_needs(report):
     text = report()
-    assert len(text.splitlines()) <= 30
+    assert len(text.splitlines()) <= 33  # three of them where the machine is loaded
     assert max(map(len, text.splitlines())) <= 100
     lines = lines_of(text)
     assert lines["fitkit"] == "1.2.3" and lines["torch"] == torch.__version__
