@@ -6,6 +6,7 @@ from torch import nn
 
 import fitkit
 from fitkit.distributed.first_forward import share_first_state
+from tests.compiling import TRACED
 from tests.nets import regression
 
 pytestmark = pytest.mark.timeout(120)
@@ -54,7 +55,7 @@ class Watch(fitkit.callbacks.Callback):
         ("from the batch", 1, {}),
         ("drawn", 2, {}),
         ("by .data", 1, {}),
-        ("drawn", 1, {"jit_compile": True}),
+        ("drawn", 1, {"jit_compile": TRACED}),
     ],
 )
 @pytest.mark.filterwarnings("ignore:jit_compile compiles")

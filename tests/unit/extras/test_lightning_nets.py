@@ -13,6 +13,7 @@ from fitkit.distributed.launchers.workers import end_workers
 
 pytest.importorskip("lightning")
 
+from tests.compiling import TRACED
 from tests.unit.extras import lightning_modules as modules
 from tests.unit.extras.lightning_modules import (
     TRAINER,
@@ -245,7 +246,7 @@ def test_compiled_training_gives_the_same_numbers(kind):
     for module in (plain, compiled):
         module.net[2].p = 0.0
     trained(plain, loader())
-    trained(compiled, loader(), jit_compile=True)
+    trained(compiled, loader(), jit_compile=TRACED)
     assert_equal_weights(compiled, plain, atol=1e-6)
 
 

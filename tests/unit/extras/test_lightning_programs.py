@@ -33,18 +33,22 @@ def test_a_program_trains_as_by_lightnings_trainer(name):
         assert found[value] == pytest.approx(expected[value], rel=1e-5, abs=1e-6), value
 
 
+@pytest.fixture(scope="module")
+def workers():
+    """They are started once, by the first test that needs them, and end with the last."""
+    yield
+    end_workers()
+
+
 @pytest.mark.parametrize("name", ["classifier", "by_epoch", "metrics", "gan"])
-def test_two_processes_train_as_one(name):
+def test_two_processes_train_as_one(name, workers):
     program = PROGRAMS[name]
 
     def batches_of_both():
         return DataLoader(loader().dataset, batch_size=2 * loader().batch_size)
 
     one, expected = by_fitkit(dataclasses.replace(program, data=batches_of_both))
-    try:
-        two, found = by_fitkit(program, devices=2)
-    finally:
-        end_workers()
+    two, found = by_fitkit(program, devices=2)
     assert difference(one, two) <= 1e-6
     for value in program.logged:
         assert found[value] == pytest.approx(expected[value], rel=1e-5, abs=1e-6), value

@@ -366,3 +366,10 @@ def test_a_column_of_class_numbers_is_mixed_as_a_row_of_them():
     row = made([MixUp(0.4)])
     row.fit([(X, Y)], epochs=2, verbose=0)
     assert torch.equal(weights(column), weights(row))
+
+
+def test_outside_of_a_training_the_number_of_classes_is_given():
+    with pytest.raises(fitkit.ConfigurationError, match="classes=10"):
+        MixUp(0.2)(X, Y)
+    whole = fitkit.transforms.WholeBatch(np.random.default_rng(0), len(Y), len(Y))
+    assert torch.equal(whole.soft(Y, 5), functional.one_hot(Y, 5).float())

@@ -473,3 +473,33 @@ def test_the_length_of_lbfgss_history_is_a_whole_number():
     state["param_groups"][0]["history_size"] = torch.ones(3)
     with pytest.raises(CheckpointError, match="history_size"):
         check_optimizer_state(torch.optim.LBFGS(net.parameters()), state)
+
+
+def test_what_only_the_optimizer_itself_refuses_leaves_the_loss_as_it_was(tmp_path):
+    class Picky(torch.optim.SGD):
+        def load_state_dict(self, state):
+            raise KeyError("cheese")
+
+    def made():
+        loss = Named("c")
+        model = reference.compiled(
+            Named("a", "b"), functools.partial(Picky, lr=0.1), loss,
+            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        )  # fmt: skip
+        model.fit(torch.randn(4, 2), torch.randn(4, 2), verbose=0)
+        return model, loss
+
+    made()[0].save(tmp_path / "c.h5")
+    model, loss = made()
+    before = reference.copied_state(model), loss.c.detach().clone()
+    with pytest.raises(CheckpointError, match="can't take"):
+        model.load(tmp_path / "c.h5")
+    assert reference.is_same((reference.copied_state(model), loss.c.detach()), before)
+
+
+def test_values_of_an_epoch_that_dont_fit_its_metrics_are_told(tmp_path, written):
+    document, arrays = copy.deepcopy(written[0]), written[1]
+    put(document, ("progress", "noted", 0, "metrics"), {"dict": {"mae": 3}})
+    write_container(tmp_path / "forged.h5", document, arrays)
+    with pytest.raises(CheckpointError, match="The epoch's values in the checkpoint don't match"):
+        compiled().fit(X, Y, batch_size=8, epochs=3, verbose=0, resume_from=tmp_path / "forged.h5")

@@ -202,3 +202,28 @@ A, B = torch.zeros(1), torch.ones(1)
 ])  # fmt: skip
 def test_how_a_net_takes_its_inputs_by_its_signature(forward, x, expected):
     assert Caller(forward).arguments(x) == expected
+
+
+def test_an_epoch_without_a_batch_ends_the_training_with_the_logs_of_the_last():
+    model = fitkit.Model(Own())
+    model.compile("sgd", "cross_entropy")
+    batches = iter([(X[:10], Y[:10]), (X[10:], Y[10:])])
+    with pytest.warns(UserWarning, match="x ended in epoch 2 after 0 batches"):
+        history = model.fit(batches, steps_per_epoch=2, epochs=3, verbose=0).history
+    assert len(history["loss"]) == 1
+
+
+def test_two_replicas_say_where_they_train_and_what_an_update_sees(capsys):
+    model = fitkit.Model(Own())
+    model.compile(
+        "sgd", "cross_entropy", accelerator="cpu", devices=2, strategy="dp",
+        accumulate_grad_batches=2,
+    )  # fmt: skip
+    model.fit(X, Y, batch_size=5, verbose=2)
+    assert capsys.readouterr().out.startswith(
+        "1 process of 2 replicas each on cpu, batches of 5 samples, "
+        "an update every 2 batches (10 samples)\n"
+    )
+    model.compile(accumulate_grad_batches=1, sync_batchnorm=True)
+    with pytest.raises(fitkit.ConfigurationError, match="sync_batchnorm=True doesn't work with"):
+        model.fit(X, Y, verbose=0)

@@ -641,3 +641,21 @@ def test_verbs_of_one_batch_take_what_batches_of_fit_have(case):
     assert trained.test_on_batch(x, y) == fitted.evaluate([(x, y)], verbose=0)
     expected = trained.net(x).detach().numpy()
     assert np.array_equal(trained.predict_on_batch(x), expected)
+
+
+def test_texts_beside_tensors_have_weights_and_lists_of_numbers_are_refused():
+    class Lengths(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.factor = nn.Parameter(torch.ones(()))
+
+        def forward(self, text, number):
+            return self.factor * number * torch.tensor([float(len(one)) for one in text])
+
+    model = fitkit.Model(Lengths())
+    model.compile("sgd", "mse", accelerator="cpu")
+    x, weight = {"text": ["ab", "abc"], "number": torch.ones(2)}, torch.tensor([1.0, 0.5])
+    loss = model.test_on_batch(x, torch.zeros(2), sample_weight=weight)
+    assert loss == pytest.approx((4 + 0.5 * 9) / 2)
+    with pytest.raises(TypeError, match=r"numpy\.asarray"):
+        model.predict_on_batch([[1.0, 2.0], [3.0, 4.0]])

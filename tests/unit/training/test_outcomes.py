@@ -6,6 +6,7 @@ from torch import nn
 
 import fitkit
 from fitkit.data.batches import Batch
+from fitkit.training.own_step import with_mean_loss
 from fitkit.training.step_context import as_current
 from fitkit.training.step_for import predict_step_for, step_for
 
@@ -66,3 +67,13 @@ def test_predictions_are_outcomes_without_a_loss(kind, factor):
         outcome = step(BATCH)
         assert torch.equal(outcome.outputs, factor * model.net(X))
     assert outcome.loss is None
+
+
+def test_the_losses_of_replicas_are_a_mean_by_their_samples_or_counts():
+    losses, counts = torch.tensor([1.0, 4.0]), torch.tensor([3, 1])
+    assert with_mean_loss(losses, [2, 4]) == 3.0
+    assert with_mean_loss({"loss": losses, "a": 1}, [2, 4]) == {"loss": 3.0, "a": 1}
+    found = with_mean_loss({"loss": losses, "count": counts}, [2, 4])
+    assert found == {"loss": 1.75, "count": 4}
+    for kept in ({"a": 1}, losses.sum(), "text"):
+        assert with_mean_loss(kept, [2, 4]) is kept

@@ -6,6 +6,7 @@ from torch import nn
 
 import fitkit
 from fitkit.checkpoint import open_checkpoint
+from tests.compiling import TRACED
 
 X, Y = torch.randn(16, 4), torch.randn(16, 2)
 
@@ -36,9 +37,9 @@ class Bank(nn.Module):
         return self.layer(self.norm(x) + self.bank.mean(0)) * (1 + 0.01 * self.steps)
 
 
-def trained(way, compiles=False, **options):
+def trained(way, jit_compile=False, **options):
     model = fitkit.Model(Bank(way))
-    model.compile("adam", "mse", accelerator="cpu", devices=1, jit_compile=compiles)
+    model.compile("adam", "mse", accelerator="cpu", devices=1, jit_compile=jit_compile)
     model.fit(X, Y, batch_size=4, shuffle=False, verbose=0, **options)
     return model
 
@@ -63,7 +64,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path, way, name):
 
 
 def test_a_compiled_run_too(tmp_path):
-    options = {"way": "in place", "compiles": True}
+    options = {"way": "in place", "jit_compile": TRACED}
     trained(epochs=2, **options).save(tmp_path / "c.h5")
     same(trained(epochs=3, resume_from=tmp_path / "c.h5", **options), trained(epochs=3, **options))
 

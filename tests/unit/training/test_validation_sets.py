@@ -18,6 +18,7 @@ from fitkit.callbacks import (
     ProgressBar,
     ReduceLROnPlateau,
 )
+from tests.compiling import TRACED
 from tests.nets import dense, normal
 
 X, Y = normal(24, 4), normal(24, 1, seed=1)
@@ -40,7 +41,7 @@ def fit(model, sets=SETS, **arguments):
 NAMES = ["val_day_loss", "val_day_mae", "val_night_loss", "val_night_mae"]
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", [False, TRACED], ids=["eager", "compiled"])
 def test_each_set_has_the_values_that_it_has_alone(jit_compile):
     found = fit(compiled(jit_compile=jit_compile))
     assert list(found) == ["loss", "mae", *NAMES]

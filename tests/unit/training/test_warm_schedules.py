@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fitkit
+from tests.compiling import TRACED
 from tests.unit.training.test_schedules import BATCHES, EPOCHS, RATE, WAYS, Watch, X, Y, fit
 
 HEIGHTS = {
@@ -93,7 +94,7 @@ def test_each_group_keeps_its_ratio():
 
 def test_the_compiled_step_has_the_same_rates_and_weights():
     weights = []
-    for jit_compile in (False, True):
+    for jit_compile in (False, TRACED):
         torch.manual_seed(0)
         model, watch = compiled("warmup_cosine", jit_compile=jit_compile), Watch(1)
         x = torch.linspace(-1, 1, 2 * X.shape[0]).reshape(X.shape)

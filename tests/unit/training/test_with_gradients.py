@@ -9,6 +9,7 @@ from torch import nn
 
 import fitkit
 from tests import nets
+from tests.compiling import TRACED
 
 X, Y = nets.normal(12, 3), nets.normal(12, 3, seed=1)
 
@@ -105,9 +106,12 @@ def test_structures_are_detached_and_copies_decide_for_themselves():
         assert not any(value.requires_grad for value in outputs.values())
 
 
+@pytest.mark.parametrize(
+    "jit_compile", [TRACED, pytest.param(True, marks=pytest.mark.slow)], ids=["traced", "inductor"]
+)
 @pytest.mark.filterwarnings("ignore")
-def test_with_compiled_steps():
-    model = compiled(jit_compile=True)
+def test_with_compiled_steps(jit_compile):
+    model = compiled(jit_compile=jit_compile)
     model.fit(X, Y, batch_size=4, epochs=2, verbose=0, validation_data=(X, Y))
     wanted = nn.functional.mse_loss(model.net(X), Y).item()
     for _ in range(2):
