@@ -80,6 +80,10 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
     return run.history
 
 
+BEFORE = "updates before"
+"""The name in a checkpoint of the updates before the training, by which batch transforms draw."""
+
+
 class Fit:
     """Holds the state of one call of `fit` on this rank.
 
@@ -156,6 +160,9 @@ class Fit:
         self.batch_transforms: BatchTransforms | None = batch_transforms_of(
             model, self.step, self.callbacks
         )
+        if self.batch_transforms is not None and resumed is not None:
+            before = resumed.data.get(BEFORE)
+            self.batch_transforms.first = self.batch_transforms.first if before is None else before
         self.step.mover.bring_whole(self.source)
         sizes = self._accumulation_by_epoch()
         now = [size for begin, size in sizes if begin <= first]
@@ -580,8 +587,11 @@ class Fit:
             history=history.state_dict(),
             warm_up=self.rates.state(),
             callbacks=states_of(self.callbacks),
-            data=facts_of(self.source),
+            data={**facts_of(self.source), **self._facts_of_draws()},
         )
+
+    def _facts_of_draws(self) -> PlainData:
+        return {} if self.batch_transforms is None else {BEFORE: self.batch_transforms.first}
 
     def _restore_random_state(self) -> None:
         """Restore this rank's random state of the checkpoint, once."""
