@@ -11,6 +11,7 @@ from benchmarks import checkpoints, ddp, footprint, ranks
 from benchmarks.contest import OURS, Side, against, contest, in_one_process, peers_there
 from benchmarks.measuring import Row
 from benchmarks.tasks import Task
+from fitkit.transforms import CutMix, MixUp, RandomErasing
 
 MLP = "mlp 784 128 10"
 
@@ -139,6 +140,13 @@ def options(length: Length) -> Iterator[Row]:
         yield beside_itself("options", task, {"jit_compile": True}, length.pairs)
 
 
+def recipes(length: Length) -> Iterator[Row]:
+    """Yield what transforms of whole batches cost: each beside fitkit without it."""
+    image = Task("CNN, batches of 32", net="cnn", samples=length.of(1280))
+    for transform in (MixUp(0.2), CutMix(1.0), RandomErasing(0.25)):
+        yield beside_itself("recipes", image, {"batch_transforms": [transform]}, length.pairs)
+
+
 def compiled(length: Length) -> Iterator[Row]:
     """Whole steps by `jit_compile`: beside the tuned loop, Keras on JAX, and fitkit without it."""
     whole: dict[str, Any] = {"jit_compile": True}
@@ -217,6 +225,7 @@ SCENARIOS: dict[str, Callable[[Length], Iterator[Row]]] = {
     "onbatch": onbatch,
     "metrics": metrics,
     "options": options,
+    "recipes": recipes,
     "compiled": compiled,
     "footprint": lambda length: footprint.rows(length.pairs),
     "checkpoint": lambda length: checkpoints.rows(length.pairs, 14 if length.share == 1 else 2),

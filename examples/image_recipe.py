@@ -97,7 +97,8 @@ def by_hand(seed: int, x: torch.Tensor, y: torch.Tensor) -> nn.Module:
             optimizer.param_groups[0]["lr"] = RATE * share(done)
             images = shifted(images)
             # A batch's draws: by the seed, the updates so far, and its place.
-            ratio = np.random.default_rng([seed, done, epoch, index]).beta(ALPHA, ALPHA)
+            place = np.random.Philox(key=[seed, 0], counter=[0, index, epoch, 0])
+            ratio = np.random.Generator(place).beta(ALPHA, ALPHA)
             mixed = ratio * images + (1 - ratio) * images.roll(1, 0)
             outputs, before = net(mixed), labels.roll(1, 0)
             losses = [

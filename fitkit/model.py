@@ -955,7 +955,7 @@ class Model(Module):
             >>> model.compile("adam", "mse")
             >>> model.summary(input_shape=(4,), print_fn=lambda text: None)
         """
-        from fitkit.extras.summary import summarize
+        from fitkit.extras.summary import of_training, summarize
 
         calls = example is not None or input_shape is not None
         with in_use(self, "summary", alone=True) if calls else nullcontext():
@@ -965,6 +965,7 @@ class Model(Module):
                 input_shape=input_shape,
                 depth=depth,
                 run=lambda net, inputs: caller_of(self)(net, inputs),
+                **of_training(self),
             )
         summary.print(print_fn=print_fn)
 

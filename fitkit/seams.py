@@ -33,6 +33,7 @@ from fitkit.callbacks.base import (
     run_of,
     share_buffers,
 )
+from fitkit.callbacks.batch_sizes import SetsBatchSize, value_in
 from fitkit.callbacks.callback_list import CALLBACKS, Callbacks
 from fitkit.callbacks.rates import (
     groups_of,
@@ -284,6 +285,7 @@ __all__ = [
     "ReadInOrder",
     "ReplicatedModel",
     "ScaledApplier",
+    "SetsBatchSize",
     "SingleDevice",
     "Source",
     "StepRouter",
@@ -407,6 +409,7 @@ __all__ = [
     "unreadable",
     "usable_cores",
     "validation_name",
+    "value_in",
     "weighted_mean",
     "weights_in",
     "whole",

@@ -18,6 +18,7 @@ from fitkit.arguments import (
     describe,
 )
 from fitkit.callbacks.base import Callback, Logs, from_rank_zero, print_on_rank_zero
+from fitkit.callbacks.batch_sizes import value_in
 from fitkit.callbacks.monitor import Monitor
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.module import Module
@@ -416,8 +417,7 @@ class GradientAccumulationScheduler(Callback):
 
     def batches_in(self, epoch: int) -> int | None:
         """Return the number of batches per update in an epoch; None if the schedule doesn't say."""
-        begun = [number for first, number in self.scheduling.items() if first <= epoch]
-        return begun[-1] if begun else None
+        return value_in(self.scheduling, epoch, None)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         if self.model._fitkit.compilation.given.effective_batch_size is not None:

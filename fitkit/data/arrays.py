@@ -426,6 +426,9 @@ class ArraySource(Source):
     def target(self) -> Any:
         return self.batch[1] if len(self.batch) > 1 else None
 
+    def cut_into(self, batch_size: int) -> None:
+        self.batch_size, self.steps = batch_size, -(-self.samples // batch_size)
+
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         """Return the batches of pass `number` (from 0), without the first `skip`."""
         if self.shuffle:

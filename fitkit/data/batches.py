@@ -99,6 +99,17 @@ class Source:
         """
         return None
 
+    def cut_into(self, batch_size: int) -> None:
+        """Make batches of another size from the next pass on. What reads a source is made anew.
+
+        Raises:
+            ConfigurationError: the data make their own batches.
+        """
+        raise ConfigurationError(
+            "A callback sets the batch size by epoch, but x makes its own batches. Give arrays or "
+            "a Dataset with a length, such as your DataLoader's, which fit cuts into batches."
+        )
+
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         """Return the batches of pass `number`, without the first `skip`, which aren't loaded if
         avoidable.

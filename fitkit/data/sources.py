@@ -103,9 +103,18 @@ def targets_of(source: Source) -> Any:
 
 
 class LoaderSource(Source):
-    """The batches of a `DataLoader`, in its own order."""
+    """The batches of a `DataLoader`, in its own order.
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    Args:
+        loader: the user's, or one for the user's data set.
+        is_ours: whether it was made here for a data set with a length.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, is_ours: bool = False) -> None:
+        self._is_ours = is_ours
+        self._take(loader)
+
+    def _take(self, loader: DataLoader[Any]) -> None:
         loader = _without_masks(loader)
         self.loader: DataLoader[Any] = loader
         self.own_state: Any = own_state_of(loader)
@@ -116,6 +125,11 @@ class LoaderSource(Source):
             sampled = length_of(loader.sampler)
             full = self.steps * loader.batch_size
             self.samples: int = full if sampled is None else min(sampled, full)
+
+    def cut_into(self, batch_size: int) -> None:
+        if not self._is_ours:
+            super().cut_into(batch_size)
+        self._take(DataLoader(self.loader.dataset, batch_size, sampler=self.loader.sampler))
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         tell_epoch(self.loader, number)
@@ -419,7 +433,8 @@ def _batch_source(x: Any, batch_size: int, shuffle: bool | str, name: str) -> So
             )
         sampler = PermutationSampler(x) if shuffle and len(x) >= permutation.MANY else None
         by_torch = bool(shuffle) and sampler is None
-        return LoaderSource(DataLoader(x, batch_size, shuffle=by_torch, sampler=sampler))
+        loader = DataLoader(x, batch_size, shuffle=by_torch, sampler=sampler)
+        return LoaderSource(loader, is_ours=True)
     _warn_unused_batch_size(name, x, batch_size, None)
     drawn = x.by_index(_without_masks) if isinstance(x, ReadByItself) else None
     return IterableSource(x) if drawn is None else drawn

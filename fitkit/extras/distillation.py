@@ -26,6 +26,7 @@ from fitkit.seams import (
     resolve,
     weighted_mean,
 )
+from fitkit.typing import Tree
 
 
 class Distillation(Loss):
@@ -41,8 +42,9 @@ class Distillation(Loss):
 
     The teacher computes in evaluation mode and without gradients, in the strategy's precision. It
     gets what the student's `forward` gets, in its own floating type. It isn't changed, except that
-    it moves to the model's device, as the model does. It isn't a part of the model: optimizers,
-    files, and `summary` don't have it. On several devices each has a whole teacher.
+    it moves to the model's device, as the model does. It isn't a part of the model: optimizers and
+    files don't have it. `model.summary` and `fitkit.plan` show its memory. On several devices each
+    has a whole teacher.
 
     Args:
         teacher: a trained net, or a `fitkit.Model`.
@@ -119,6 +121,12 @@ class Distillation(Loss):
         )
 
 
+def teachers_of(loss: Tree) -> list[nn.Module]:
+    """Return the teachers of compiled losses, each once."""
+    found = [one.soft.teacher.net for one in trees.leaves(loss) if isinstance(one, Distillation)]
+    return list(dict.fromkeys(found))
+
+
 class Teacher:
     """A net that is asked and never changed. Callable like the net.
 
@@ -145,12 +153,14 @@ class Teacher:
                 code="FK065",
             )
         self._twin: nn.Module | None = None
+        self._elsewhere: dict[torch.device, nn.Module] = {}
         self._held: list[torch.Tensor] = []
         self._dtype: torch.dtype | None = None
 
     def to(self, device: torch.device) -> None:
         """Move the net, and look at it again."""
         move(self.net, device)
+        self._elsewhere = {}
         tensors = _tensors(self.net)
         if self._twin is not None and [*map(id, tensors)] == [*map(id, self._held)]:
             return
@@ -162,9 +172,18 @@ class Teacher:
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         """Return the net's outputs."""
-        assert self._twin is not None
         with torch.no_grad():
-            return self._twin(*self._as_own(given), **self._as_own(named))
+            twin = self._on(next(iter(trees.tensors((given, named))), None))
+            return twin(*self._as_own(given), **self._as_own(named))
+
+    def _on(self, inputs: torch.Tensor | None) -> nn.Module:
+        """Return the net where inputs are: a replica's step may be on another device (dp)."""
+        assert self._twin is not None
+        if inputs is None or not self._held or inputs.device == self._held[0].device:
+            return self._twin
+        if inputs.device not in self._elsewhere:
+            self._elsewhere[inputs.device] = copy.deepcopy(self._twin).to(inputs.device)
+        return self._elsewhere[inputs.device]
 
     def _as_own(self, inputs: Any) -> Any:
         """Return inputs in the net's floating type: a "-true" precision has cast the student."""
@@ -179,7 +198,7 @@ class Teacher:
         return trees.map_leaves(cast, inputs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_twin": None, "_held": []}
+        return {**vars(self), "_twin": None, "_elsewhere": {}, "_held": []}
 
 
 class SoftTargets(Loss):

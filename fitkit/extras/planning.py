@@ -26,6 +26,7 @@ from fitkit.extras.bagua.base import all_gather_bytes, all_reduce_bytes
 from fitkit.extras.bagua.strategy import Bagua
 from fitkit.extras.ddp2 import DDP2
 from fitkit.extras.deepspeed import DeepSpeed, bucket_of
+from fitkit.extras.distillation import teachers_of
 from fitkit.extras.dp import DP
 from fitkit.extras.parallel.tensor import divided_in
 from fitkit.extras.tune import untouched
@@ -51,6 +52,7 @@ LINKS = {"10 Gbit/s Ethernet": 1.25e9, "100 Gbit/s network": 12.5e9, "NVLink": 3
 
 ROWS = (
     "parameters", "gradients", "optimizer", "buffers", "activations", "backward", "exchange",
+    "teacher",
 )  # fmt: skip
 
 
@@ -78,7 +80,8 @@ class Plan:
         """Each line's name, and its entry for each strategy."""
         columns = list(self.costs.values())
         for name in ROWS:
-            yield name, [human_bytes(getattr(costs, name)) for costs in columns]
+            if name != "teacher" or self.whole.teacher:
+                yield name, [human_bytes(getattr(costs, name)) for costs in columns]
         yield "a device in all", [human_bytes(costs.memory) for costs in columns]
         yield "sent each update", [human_bytes(costs.sent) for costs in columns]
         for link, bytes_per_s in LINKS.items():
@@ -196,6 +199,7 @@ class Costs:
         numbers: how many numbers of the whole net learn.
         element: bytes per number when sent: in half precision if used, else its own width.
         exchange: the buffers for gradients or parameters that are sent.
+        teacher: a teacher's weights, if the net learns from one (`losses.Distillation`).
         sent: the bytes that a rank sends per update.
     """
 
@@ -208,13 +212,14 @@ class Costs:
     numbers: int
     element: float
     exchange: float = 0.0
+    teacher: float = 0.0
     sent: float = 0.0
 
     @property
     def memory(self) -> float:
         """All bytes that the device holds."""
         held = (self.parameters, self.gradients, self.optimizer, self.buffers)
-        return sum(held) + self.activations + self.backward + self.exchange
+        return sum(held) + self.activations + self.backward + self.exchange + self.teacher
 
 
 # ---------------------------------------------------------------- what strategies cost
@@ -432,6 +437,7 @@ def _costs(
     precision = model._fitkit.compilation.strategy.precision
     gradients = trees.tensor_bytes(learning)
     mixed = isinstance(precision, MixedPrecision)
+    teachers = teachers_of(model._fitkit.compilation.given.loss)
     return Costs(
         parameters=_held_bytes(parameters),
         gradients=gradients,
@@ -441,6 +447,7 @@ def _costs(
         backward=largest,
         numbers=numbers,
         element=2.0 if mixed else gradients / max(numbers, 1),
+        teacher=sum(_held_bytes([*net.parameters(), *net.buffers()]) for net in teachers),
     )
 
 

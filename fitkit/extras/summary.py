@@ -12,7 +12,7 @@ import io
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,12 +23,16 @@ from torch.nn.parameter import is_lazy
 from fitkit import trees
 from fitkit.arguments import check_count, describe, dtype_name
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.extras.distillation import teachers_of
+from fitkit.extras.layer_depths import scales_of
 from fitkit.modes import modes_restored
 from fitkit.random_states import kept_random_numbers
 from fitkit.tensors import human_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+
+    from fitkit.model import Model
 
 
 LONGEST_TABLE = 120
@@ -42,6 +46,8 @@ def summarize(
     input_shape: Any = None,
     depth: int | None = None,
     run: Callable[[nn.Module, Any], Any] | None = None,
+    rates: Mapping[int, float] | None = None,
+    teachers: Sequence[nn.Module] = (),
 ) -> Summary:
     """Return the layers of a net with their parameters, and shapes where an input is given.
 
@@ -53,6 +59,8 @@ def summarize(
             shapes for several inputs. The batch is one sample of zeros.
         depth: levels of nesting to show. Default None: all of them, fewer in a long net.
         run: how to call the net; None is `net(example)`.
+        rates: what the learning rate of each parameter is multiplied by, by its id.
+        teachers: nets that it learns from, which are no part of it.
 
     Raises:
         ConfigurationError: the net can't be called with that input; the cause says why.
@@ -69,7 +77,7 @@ def summarize(
     watch = _Watch(net)
     if example is not None:
         watch = _watched(net, example, run or (lambda net, example: net(example)))
-    rows, hidden_below = _rows(net, depth, watch)
+    rows, hidden_below = _rows(net, depth, watch, rates or {})
     known = [parameter for parameter in net.parameters() if not is_lazy(parameter)]
     buffers = [buffer for buffer in net.buffers() if not is_lazy(buffer)]
     memory: Counter[str] = Counter()
@@ -91,7 +99,28 @@ def summarize(
         activation_bytes=None if example is None else watch.activation_bytes,
         multiply_adds=sum(watch.multiply_adds.values()) if watch.counts else None,
         hidden_below=hidden_below,
+        teachers=tuple(map(_size_of, teachers)),
     )
+
+
+def of_training(model: Model) -> dict[str, Any]:
+    """Return what `summarize` is told of a model's compiled training."""
+    given, net = model._fitkit.compilation.given, model._weights_module()
+    decay = None if any(map(is_lazy, net.parameters())) else given.layer_decay
+    return {
+        "rates": None if decay is None else scales_of(net, decay),
+        "teachers": teachers_of(given.loss),
+    }
+
+
+def _size_of(net: nn.Module) -> tuple[int, int]:
+    held = [*net.parameters(), *net.buffers()]
+    return sum(parameter.numel() for parameter in net.parameters()), trees.tensor_bytes(held)
+
+
+def _rate_text(module: nn.Module, rates: Mapping[int, float]) -> str:
+    factors = {rates[id(p)] for p in module.parameters() if p.requires_grad and id(p) in rates}
+    return f"{factors.pop():.3g}" if len(factors) == 1 else ""
 
 
 def shape_text(tree: Any) -> str:
@@ -282,9 +311,11 @@ def _copied(net: nn.Module) -> nn.Module:
 # ------------------------------------------------------------------ the rows
 
 
-def _rows(net: nn.Module, depth: int | None, watch: _Watch) -> tuple[list[Row], int | None]:
+def _rows(
+    net: nn.Module, depth: int | None, watch: _Watch, rates: Mapping[int, float]
+) -> tuple[list[Row], int | None]:
     """Return the table's rows, and the level of the last ones where there are deeper modules."""
-    rows = list(_all_rows("", net, 0, watch, set(), set()))
+    rows = list(_all_rows("", net, 0, watch, rates, set(), set()))
     levels = Counter(row.level for row in rows)
     if depth is None:
         depth = max(levels)
@@ -307,7 +338,13 @@ def _rows(net: nn.Module, depth: int | None, watch: _Watch) -> tuple[list[Row], 
 
 
 def _all_rows(
-    name: str, module: nn.Module, level: int, watch: _Watch, seen: set[nn.Module], counted: set[int]
+    name: str,
+    module: nn.Module,
+    level: int,
+    watch: _Watch,
+    rates: Mapping[int, float],
+    seen: set[nn.Module],
+    counted: set[int],
 ) -> Iterator[Row]:
     """Yield a module's row, then those of all modules in it."""
     reused = module in seen
@@ -328,9 +365,10 @@ def _all_rows(
         reused=reused,
         shared=len(new) < len(own) and not reused,
         is_group=bool(children),
+        rate=_rate_text(module, rates),
     )
     for child_name, child in children.items():
-        yield from _all_rows(child_name, child, level + 1, watch, seen, counted)
+        yield from _all_rows(child_name, child, level + 1, watch, rates, seen, counted)
 
 
 def _trainable(module: nn.Module) -> str:
@@ -360,6 +398,8 @@ class Row:
         reused: whether the same module has a row above.
         shared: whether some of its own parameters are counted in a row above.
         is_group: whether its children have rows.
+        rate: what the learning rate is multiplied by (`compile(layer_decay=…)`); empty where it
+            isn't, or where children differ.
     """
 
     name: str
@@ -373,6 +413,7 @@ class Row:
     reused: bool = False
     shared: bool = False
     is_group: bool = False
+    rate: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -397,6 +438,8 @@ class Summary:
             matrices (norms, activations) or no known formula counts as none. None without an
             example.
         hidden_below: the level of the last rows, where there are deeper modules.
+        teachers: of each teacher (`losses.Distillation`) the numbers in its parameters, and its
+            memory.
     """
 
     rows: list[Row]
@@ -412,6 +455,7 @@ class Summary:
     activation_bytes: int | None = None
     multiply_adds: int | None = None
     hidden_below: int | None = None
+    teachers: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
         return self.text()
@@ -459,6 +503,9 @@ class Summary:
             layers.add_column("Output shape", min_width=12)
         layers.add_column("Parameters", justify="right", no_wrap=True)
         layers.add_column("Trainable", no_wrap=True)
+        has_rates = any(row.rate for row in self.rows)
+        if has_rates:
+            layers.add_column("Rate x" if ascii_only else "Rate ×", justify="right", no_wrap=True)
         if self.multiply_adds:
             layers.add_column("Mult-adds", justify="right", no_wrap=True)
         times = "x" if ascii_only else "×"
@@ -471,6 +518,8 @@ class Summary:
                 cell.no_wrap, cell.overflow = True, "ellipsis"
             dim = "" if row.trainable == "yes" else "bright_black"
             cells += [Text(_parameters_text(row), dim), Text(row.trainable, dim)]
+            if has_rates:
+                cells.append(Text(row.rate))
             if self.multiply_adds:
                 cells.append(Text(human_count(row.multiply_adds) if row.multiply_adds else ""))
             layers.add_row(*cells)
@@ -501,6 +550,8 @@ class Summary:
             yield "Input", "", f"{human_bytes(self.input_bytes)}, {self.input}"
             kept = human_bytes(self.activation_bytes)
             yield "Activations", "", f"about {kept}, forward and kept for backward"
+        for parameters, size in self.teachers:
+            yield "Teacher", f"{parameters:,}", f"{human_bytes(size)}, on each device, in no file"
         if self.multiply_adds:
             yield "Mult-adds", f"{self.multiply_adds:,}", "forward, with this input"
 

@@ -201,7 +201,12 @@ def check_labels(
     elif definition.shares:
         _check_shares(definition, label, target)
     elif definition.signs:
-        _check_signs(label, target)
+        _check_signs(label, target, definition.zeros)
+    elif definition.lists and target.is_floating_point() and bool((target % 1).any()):
+        raise ConfigurationError(
+            f"{label} takes lists of class indices, ended by -1, but y has fractions, as mixed "
+            "labels have. For shares or several yes/no labels write loss='bce_with_logits'."
+        )
 
 
 def _check_yes_no(label: str, target: torch.Tensor) -> None:
@@ -220,6 +225,12 @@ def _check_yes_no(label: str, target: torch.Tensor) -> None:
 
 
 def _check_shares(definition: Definition, label: str, target: torch.Tensor) -> None:
+    if definition.ignore_index is not None and definition.ignore_index >= 0:
+        raise ConfigurationError(
+            f"{label} has ignore_index={definition.ignore_index}, but targets of the predictions' "
+            "shape, as mixed labels are, have shares of classes and no label to ignore. Leave "
+            "ignore_index out, and rows with that label."
+        )
     axis = definition.hint.class_axis or -1
     sums = target.sum(axis, dtype=torch.float32)
     off = (sums - 1.0).abs()
@@ -238,13 +249,15 @@ def _check_shares(definition: Definition, label: str, target: torch.Tensor) -> N
     )
 
 
-def _check_signs(label: str, target: torch.Tensor) -> None:
-    if bool(((target == 1) | (target == -1)).all()):
+def _check_signs(label: str, target: torch.Tensor, zeros: bool) -> None:
+    are_zeros = bool(((target == 0) | (target == 1)).all())
+    if (zeros and are_zeros) or bool(((target == 1) | (target == -1)).all()):
         return
     low, high = _range(target)
-    advice = " Pass 2 * y - 1." if bool(((target == 0) | (target == 1)).all()) else ""
+    known = "-1 and 1, or 0 and 1" if zeros else "-1 and 1"
+    advice = " Pass 2 * y - 1." if are_zeros else ""
     raise ConfigurationError(
-        f"{label} takes labels -1 and 1, but y has others, from {low:.4g} to {high:.4g}.{advice}"
+        f"{label} takes labels {known}, but y has others, from {low:.4g} to {high:.4g}.{advice}"
     )
 
 

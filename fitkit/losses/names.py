@@ -37,6 +37,8 @@ class Definition:
         shares: targets of the predictions' shape are one-hot, or classes' shares that sum to 1.
         clips: slightly wrong probabilities are clipped, rather than refused by torch.
         signs: labels are -1 and 1.
+        zeros: labels may be 0 and 1 instead.
+        lists: labels are lists of class indices.
         ignore_index: a label that isn't a class and doesn't count, where the loss has one.
         counted: what the mean over class indices divides by, where that isn't their number.
         joins: whether a sample's value depends on that sample alone, so that several batches may be
@@ -52,6 +54,8 @@ class Definition:
     shares: bool = False
     clips: bool = False
     signs: bool = False
+    zeros: bool = False
+    lists: bool = False
     ignore_index: int | None = None
     counted: CountedLabels | None = None
     joins: bool = True
@@ -210,7 +214,7 @@ _torch(
 )  # fmt: skip
 _torch(
     "multilabel_margin", "multilabel_margin_loss",
-    function=F.multilabel_margin_loss, match=formulas.index_lists, hint=UNKNOWN,
+    function=F.multilabel_margin_loss, match=formulas.index_lists, hint=UNKNOWN, lists=True,
 )  # fmt: skip
 _torch(
     "multilabel_soft_margin", "multilabel_soft_margin_loss",
@@ -272,8 +276,11 @@ _keras(
 )  # fmt: skip
 _keras("poisson", function=formulas.poisson)
 # A batch's labels say together whether they are 0 and 1 or -1 and 1.
-_keras("hinge", function=formulas.hinge, hint=UNKNOWN, joins=False)
-_keras("squared_hinge", function=formulas.squared_hinge, hint=UNKNOWN, joins=False)
+_keras("hinge", function=formulas.hinge, hint=UNKNOWN, joins=False, signs=True, zeros=True)
+_keras(
+    "squared_hinge",
+    function=formulas.squared_hinge, hint=UNKNOWN, joins=False, signs=True, zeros=True,
+)  # fmt: skip
 _keras(
     "categorical_hinge",
     function=formulas.categorical_hinge, match=formulas.vectors, hint=KERAS_LOGITS, shares=True,

@@ -108,6 +108,8 @@ class FirstBatch:
         several = prediction.ndim > 1 and prediction.shape[self._axes()[0]] > 1
         if force == "classes" or (self.hint.task == "classes" and several):
             return self._one_hot_task()
+        if self.hint.task is None and several and _has_shares(target, self._axes()[0]):
+            return self._one_hot_task()  # labels that a batch transform has mixed
         if self.hint.task != "binary":
             self._check_yes_or_no()
             if columns > 1 and target.is_floating_point() and _rows_are_one_hot(target):
@@ -243,6 +245,11 @@ def _is_between_0_and(highest: float, values: Tensor) -> bool:
 def _sums_to_one(target: Tensor, axis: int) -> bool:
     sums = target.sum(axis, dtype=torch.float32)
     return bool(torch.allclose(sums, torch.ones_like(sums), atol=1e-3))
+
+
+def _has_shares(target: Tensor, axis: int) -> bool:
+    is_number = target.is_floating_point()
+    return is_number and _is_between_0_and(1, target) and _sums_to_one(target, axis)
 
 
 def _rows_are_one_hot(target: Tensor) -> bool:

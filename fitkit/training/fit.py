@@ -16,7 +16,6 @@ from fitkit.callbacks.base import SHORT_NAMES, overrides
 from fitkit.callbacks.callback_list import report_error
 from fitkit.callbacks.monitor import why_none
 from fitkit.callbacks.progress import with_built_in
-from fitkit.callbacks.rates import GradientAccumulationScheduler
 from fitkit.compilation import Compilation
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import Batch, NoRows, Source, Stream, in_groups
@@ -34,6 +33,7 @@ from fitkit.schedulers import VALIDATION_NAME
 from fitkit.training import unsaved
 from fitkit.training.batch_transforms import BatchTransforms, batch_transforms_of
 from fitkit.training.compiler import Updates, compiler_of
+from fitkit.training.epoch_lengths import EpochLengths
 from fitkit.training.evaluate import evaluate_source, users_look
 from fitkit.training.log import LazyLogs, noted_by, reduced, warn_of_empty
 from fitkit.training.rates import Rates
@@ -81,6 +81,10 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
     return run.history
 
 
+BEFORE = "updates before"
+"""The name in a checkpoint of the updates before the training, by which batch transforms draw."""
+
+
 class Fit:
     """Holds the state of one call of `fit` on this rank.
 
@@ -126,15 +130,9 @@ class Fit:
         if self.progress.validated is not None:
             self.validated_names.update(self.progress.validated["values"])
         self.doubts: list[str] = []
-        self.epoch_steps = self.stream.steps
-        self.interval: Fraction | None = None
-        if self.held_out and arguments.validates_within_epochs:
-            # Loaders that shard themselves may differ in length. The longest sets the steps.
-            everyones = self.collectives.gather(self.stream.steps)
-            self.epoch_steps = None if None in everyones else max(everyones)
-            self.interval = arguments.batches_between_validations(self.epoch_steps)
-        steps = self.stream.steps  # of an epoch; None if unknown
-        updates = None if steps is None else -(-steps // self.accumulate)
+        self.epoch_steps: int | None
+        self.interval: Fraction | None
+        self._plan_validations()
         model._fit_begins(self)
         # Create the optimizers after the module is on its device.
         self.optimizers: list[Optimizer] = model._made_optimizers()
@@ -157,12 +155,15 @@ class Fit:
         self.batch_transforms: BatchTransforms | None = batch_transforms_of(
             model, self.step, self.callbacks
         )
+        if self.batch_transforms is not None and resumed is not None:
+            before = resumed.data.get(BEFORE)
+            self.batch_transforms.first = self.batch_transforms.first if before is None else before
         self.step.mover.bring_whole(self.source)
-        sizes = self._accumulation_by_epoch()
-        now = [size for begin, size in sizes if begin <= first]
-        before = self.progress.steps // (now or [self.accumulate])[-1]
-        changes = tuple((begin, -(-(steps or 0) // size)) for begin, size in sizes)
-        self.rates: Rates = Rates(model, arguments, self.step, updates, before, changes)
+        whole, steps = arguments.source, self.stream.steps
+        lengths = EpochLengths(self.callbacks, whole, steps, self.accumulate, shares)
+        before = lengths.updates_after(first, self.progress.steps)
+        updates = lengths.updates(arguments.batch_size)
+        self.rates: Rates = Rates(model, arguments, self.step, updates, before)
         self.update: Updates = updates_for(
             model, self.context, self.step, accumulate=self.accumulate, rates=self.rates
         )
@@ -193,14 +194,35 @@ class Fit:
             self.source.whole.seed = resumed.seed
         self.stream.take_loader_state(resumed.loader)
 
-    def _accumulation_by_epoch(self) -> list[tuple[int, int]]:
-        """Epochs from which on a callback sets the batches of an update, and how many."""
-        schedules = [
-            callback.scheduling
-            for callback in self.callbacks
-            if isinstance(callback, GradientAccumulationScheduler)
-        ]
-        return [*schedules[-1].items()] if schedules else []
+    def _plan_validations(self) -> None:
+        """Find after how many batches there are validations within an epoch.
+
+        Ranks:
+            Collective.
+        """
+        self.epoch_steps, self.interval = self.stream.steps, None
+        if self.held_out and self.arguments.validates_within_epochs:
+            # Loaders that shard themselves may differ in length. The longest sets the steps.
+            everyones = self.collectives.gather(self.stream.steps)
+            self.epoch_steps = None if None in everyones else max(everyones)
+            self.interval = self.arguments.batches_between_validations(self.epoch_steps)
+
+    def _cut_data(self, epoch: int) -> None:
+        """Cut the data into batches of the size that a callback gives an epoch.
+
+        Ranks:
+            Collective.
+        """
+        size = self.arguments.batch_size_in(epoch)
+        if size is None or size == self.source.batch_size:
+            return
+        self.arguments.source.cut_into(size)
+        self.source = rank_source(self.model, self.arguments.source, training=True)
+        self.stream = Stream(self.source, self.progress)
+        self._plan_validations()
+        self.model._fitkit.batch_size = size
+        # The callbacks share this dict.
+        self.history.params.update(steps=self.stream.steps, batch_size=size)
 
     def all_epochs(self, callbacks: CallbackList) -> None:
         """Train for all epochs, between the first and the last hook."""
@@ -285,8 +307,8 @@ class Fit:
         """
         model, context, step, update = self.model, self.context, self.step, self.update
         logbook = step.logbook
-        done = self.progress.steps  # before an interruption
         self._begin_epoch(epoch, callbacks)
+        done = self.steps_done  # before an interruption
         begin = callbacks.hooks("on_train_batch_begin")
         end = callbacks.hooks("on_train_batch_end")
         asks_ranks = self._asks_ranks()
@@ -356,6 +378,7 @@ class Fit:
         state = model._fitkit.fit_state
         self.in_evaluation = to_training(model, self.in_evaluation)
         model.current_epoch = epoch
+        self._cut_data(epoch)
         self.steps_done = done = self.progress.steps
         self.step.begin()
         context.begin()
@@ -594,8 +617,11 @@ class Fit:
             history=history.state_dict(),
             warm_up=self.rates.state(),
             callbacks=states_of(self.callbacks),
-            data=facts_of(self.source),
+            data={**facts_of(self.source), **self._facts_of_draws()},
         )
+
+    def _facts_of_draws(self) -> PlainData:
+        return {} if self.batch_transforms is None else {BEFORE: self.batch_transforms.first}
 
     def _restore_random_state(self) -> None:
         """Restore this rank's random state of the checkpoint, once."""

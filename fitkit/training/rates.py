@@ -102,9 +102,9 @@ class Rates:
         model: the model that is trained. Its optimizers exist.
         arguments: the arguments of `fit`.
         step: computes the batches, and records their values.
-        updates: the number of updates in an epoch; None if unknown.
+        updates: from which epochs on, the first from 0, an epoch has how many updates; None if
+            unknown.
         before: the number of updates that were made before in the first epoch.
-        changes: from which epochs on an epoch has other numbers of updates, and the numbers.
     """
 
     def __init__(
@@ -112,9 +112,8 @@ class Rates:
         model: Module,
         arguments: FitArguments,
         step: Step,
-        updates: int | None,
+        updates: tuple[tuple[int, int], ...] | None,
         before: int = 0,
-        changes: tuple[tuple[int, int], ...] = (),
     ) -> None:
         compilation, state = model._fitkit.compilation, model._fitkit.fit_state
         self._arguments = arguments
@@ -124,7 +123,8 @@ class Rates:
         resumed = arguments.resumed
         given, choice = compilation.given.warmup_epochs, compilation.scheduler
         part = choice.warmup_part if choice is not None and given is None else 0.0
-        span = Span(arguments.epochs, updates, 0, arguments.initial_epoch, before, changes=changes)
+        number, changes = (None, ()) if updates is None else (updates[0][1], updates[1:])
+        span = Span(arguments.epochs, number, 0, arguments.initial_epoch, before, changes=changes)
         length = _part_of_training(part, span) if part else _warm_up_length(given, span)
         done = (span.updates_before(arguments.initial_epoch) or 0) + before
         if resumed is not None and resumed.warm_up is not None:

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from fitkit.arguments import check_choice, check_count, check_number, chosen_verbose, describe
+from fitkit.callbacks.batch_sizes import batch_sizes_among, value_in
 from fitkit.callbacks.callback_list import CallbackList, Callbacks
 from fitkit.callbacks.monitor import is_due
 from fitkit.data.arrays import check_alike
@@ -230,6 +231,10 @@ class FitArguments:
         elif self.validation_split:
             train, validation[""] = split_tail(*train, self.validation_split)
         batch_size, accumulate = self.batch_size, None
+        size_by_epoch = self.batch_size_in(self.initial_epoch)
+        if size_by_epoch is not None:
+            self._check_batch_sizes(effective_batch_size)
+            batch_size = size_by_epoch
         if effective_batch_size is not None:
             loader = train[0] if isinstance(train[0], DataLoader) else None
             size = batch_size if loader is None else loader.batch_size
@@ -243,6 +248,8 @@ class FitArguments:
         if effective_batch_size is not None and source.batch_size is None:  # an iterable of batches
             parts_of_update(effective_batch_size, ranks, None, is_fixed=True)
         check_readable(source, self.epochs - self.initial_epoch, self.steps_per_epoch)
+        if size_by_epoch is not None:
+            source.cut_into(size_by_epoch)  # refuses data that make their own batches
         if source.samples is not None and source.samples < ranks:
             raise ConfigurationError(
                 f"x has {source.samples} samples, but there are {ranks} ranks: each needs at "
@@ -256,6 +263,23 @@ class FitArguments:
         for one in (source, *held_out.values()):
             one.transfer = self.transfer
         return _with(self, source=source, held_out=held_out, accumulate=accumulate)
+
+    def batch_size_in(self, epoch: int) -> int | None:
+        """Return the samples in an epoch's batches; None if no callback sets them by epoch."""
+        sizes = batch_sizes_among(self.callback_list.callbacks)
+        return (value_in(sizes, epoch, None) or self.batch_size) if sizes else None
+
+    def _check_batch_sizes(self, effective_batch_size: int | None) -> None:
+        """Refuse arguments by which an epoch's batches aren't one pass, or have a size already."""
+        for name, given in (
+            ("fit(steps_per_epoch=…)", self.steps_per_epoch),
+            ("compile(effective_batch_size=…)", effective_batch_size),
+        ):
+            if given is not None:
+                raise ConfigurationError(
+                    f"A callback sets the batch size by epoch, which {name} doesn't allow: leave "
+                    "it out. Each epoch is then a pass over the data, in batches of its size."
+                )
 
     def _held_out(
         self, source: Source, validation: Parts, float_dtype: torch.dtype, name: str

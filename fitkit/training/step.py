@@ -60,6 +60,10 @@ class Outcome:
     target: Any = None
     weight: Any = None
 
+    def showing(self, outputs: Any, target: Any, weight: Any) -> Outcome:
+        """Return the same outcome with values that lie elsewhere."""
+        return dataclasses.replace(self, outputs=outputs, target=target, weight=weight)
+
     @property
     def counts_apart(self) -> bool:
         """Whether the terms are means over different things."""
@@ -239,8 +243,18 @@ class CompiledStep:
             outcome = self.compute(self.in_precision(model), x, y, weight, is_part=is_part)
         if counts:
             with self._replicas, torch.no_grad():
-                self.measure(outcome, samples_in(x, y))
+                found = self._brought((outcome.outputs, outcome.target, outcome.weight))
+                self.measure(outcome.showing(*found), samples_in(x, y))
         return outcome
+
+    def _brought(self, values: Tree) -> Any:
+        """Return a replica's values on the model's device, where the metrics are."""
+        if not isinstance(self.wrapped, ReplicatedModel):
+            return values
+        return trees.map_leaves(self._brought_leaf, values)
+
+    def _brought_leaf(self, leaf: object) -> object:
+        return leaf.to(self.mover.transfer.device) if isinstance(leaf, torch.Tensor) else leaf
 
     def outputs_inside(self, model: Callable[..., Any], batch: Tree) -> Any:
         """Return the net's outputs for a batch that is on the device, inside a `predict_step`."""
@@ -399,8 +413,9 @@ class CompiledStep:
                 loss.check_labels(targets)
             if self.meters is not None:
                 hint = functools.partial(loss.hint, net=self.wrapped.module)
-                shown = self._guest.for_metrics(outputs, y, None)
-                self.meters.start(*shown[:2], hint, loss.trained)
+                shown, labels = self._brought((outputs, y))
+                shown, labels, _ = self._guest.for_metrics(shown, labels, None)
+                self.meters.start(shown, labels, hint, loss.trained)
         self.checked = True
         self._had_target = y is not None
         found = self._outcome(outputs, y, weight, is_part, ask)

@@ -172,3 +172,26 @@ def test_other_numbers_of_devices_have_the_cpus_numbers(tmp_path, devices, strat
     ranks = {2: 2, -1: 4}[devices] if strategy != "dp" else 1
     check(tmp_path, "arrays", "ignored labels", devices, ranks, strategy=strategy)
     end_workers()
+
+
+class CallsSuper(fitkit.Model):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx)
+
+
+@needs_several
+@pytest.mark.parametrize("kind", [fitkit.Model, CallsSuper])
+def test_replicas_ask_a_teacher_and_metrics_on_their_devices(kind):
+    if lacks_replicas("dp"):
+        pytest.skip("dp is refused")
+    found = []
+    for hardware in ({"devices": 1, "accelerator": "cpu"}, {"devices": [1, 3], "strategy": "dp"}):
+        torch.manual_seed(0)
+        model, teacher = kind(Net()), Net()
+        model.compile(
+            "sgd", fitkit.losses.Distillation(teacher), metrics=["accuracy"], learning_rate=0.1,
+            **{"accelerator": "gpu", **hardware},
+        )  # fmt: skip
+        history = model.fit(ONE, LABELS, batch_size=SIZE, epochs=2, shuffle=False, verbose=0)
+        found.append((model.net.first.weight.detach().cpu(), history.history["accuracy"]))
+    torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=1e-5)

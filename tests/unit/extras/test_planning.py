@@ -171,3 +171,12 @@ def test_an_optimizer_of_eight_bits_takes_two_bytes_a_parameter(capsys):
     model.compile(optim.AdamW8bit(net.parameters()), "mse")
     state = fitkit.plan(model, 1, "ddp", (torch.randn(4, 256), torch.randn(4, 256)))
     assert state.costs["ddp"].optimizer == pytest.approx(2 * 256 * 256, rel=0.05)
+
+
+def test_a_teacher_is_whole_on_each_device(capsys):
+    teacher = torch.nn.Linear(10, 5)
+    model = made()
+    model.compile(loss=fitkit.losses.Distillation(teacher))
+    plan = fitkit.plan(model, 4, ["ddp", "fsdp"], BATCH)
+    assert [cost.teacher for cost in plan.costs.values()] == [4 * 55, 4 * 55]
+    assert "teacher" in str(plan) and "teacher" not in str(fitkit.plan(made(), 4, "ddp", BATCH))

@@ -1,9 +1,10 @@
-"""`Progressive` resizes training images by epoch, as a loop written by hand does."""
+"""`Progressive` sets sizes of images and batches by epoch, as a loop written by hand does."""
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import fitkit
 from fitkit.callbacks import Callback, Progressive
@@ -44,7 +45,7 @@ def compiled(kind=fitkit.Model, **more):
 
 def fitted(model, batch_size=16, **more):
     options = {"epochs": 3, "shuffle": False, "verbose": 0, "callbacks": Progressive(SIZES)}
-    model.fit(X, Y, batch_size=batch_size, **{**options, **more})
+    model.fit(X, more.pop("y", Y), batch_size=batch_size, **{**options, **more})
     return model
 
 
@@ -136,3 +137,80 @@ def test_impossible_sizes_and_inputs_are_refused():
     model.compile("sgd", "cross_entropy", devices=1)
     with pytest.raises(fitkit.ConfigurationError):
         model.fit(X[:, 0, 0].float(), Y, verbose=0, callbacks=Progressive({0: 4}))
+    with pytest.raises(fitkit.ConfigurationError, match="maps"):
+        fitted(compiled(), callbacks=Progressive({0: 4}), epochs=1, y=torch.zeros(32, 8, 8).long())
+
+
+BATCHES = {0: 12, 1: None, 2: 5}
+
+
+class Rows(TensorDataset):
+    """A data set that fit reads by a loader of its own."""
+
+
+def trained(model, data=(X, Y), batch_size=4, callbacks=(), batches=BATCHES, **more):
+    torch.manual_seed(3)
+    sizes = Progressive(batch_size=batches)
+    options = {"epochs": 4, "shuffle": False, "verbose": 0, **more}
+    model.fit(*data, batch_size=batch_size, callbacks=[sizes, *callbacks], **options)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["arrays", "a data set", "compiled", "two ranks"])
+def test_batches_have_the_epochs_size(kind):
+    expected = net()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
+    for rows in (12, 4, 5, 5) if kind != "two ranks" else (12, 4, 6, 6):
+        for x, y in zip(X.split(rows), Y.split(rows), strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(expected(x), y).backward()
+            optimizer.step()
+    if kind == "two ranks":
+        model = compiled(devices=2, strategy="ddp_spawn")
+        trained(model, batch_size=2, batches={0: 6, 1: None, 2: 3})
+    elif kind == "compiled":
+        model = compiled(jit_compile=TRACED)
+        compiled_anew()
+        trained(model)
+        assert compiled_anew() == 5  # 12, 8 (the last of the first epoch), 4, 5, 2
+    else:
+        model = trained(compiled(), (X, Y) if kind == "arrays" else (Rows(X, Y),))
+    assert_same_weights(model.net, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("cut", [2, 5, 13])  # within epochs of three sizes
+def test_a_training_that_is_cut_keeps_its_batches(tmp_path, cut):
+    class SavesAt(Callback):
+        def on_train_batch_end(self, batch, logs):
+            if self.model.global_step == cut:
+                self.model.save(tmp_path / "cut.h5")
+
+    whole = trained(compiled(), callbacks=[SavesAt()], shuffle=True)
+    again = trained(compiled(), shuffle=True, resume_from=tmp_path / "cut.h5")
+    assert_same_weights(again.net, whole.net)
+    assert again.global_step == whole.global_step == 3 + 8 + 7 + 7
+
+
+def test_schedules_bars_and_validations_know_an_epochs_length():
+    class Steps(Callback):
+        def on_train_begin(self, logs=None):
+            self.seen = []
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.seen.append((self.params["steps"], self.params["batch_size"]))
+
+    steps, model = Steps(), compiled(lr_scheduler={"scheduler": "cosine", "interval": "step"})
+    trained(model, callbacks=[steps], validation_data=(X, Y), validation_freq=0.5)
+    assert steps.seen == [(3, 12), (8, 4), (7, 5), (7, 5)]
+    assert model.optimizer.learning_rate == pytest.approx(0, abs=1e-9)  # at the last update
+    assert [one["batches"] for one in model.history.validations] == [2, 3, 4, 8, 4, 7, 4, 7]
+
+
+@pytest.mark.parametrize("what", ["a loader", "steps_per_epoch", "effective_batch_size", "size 0"])
+def test_batches_that_fit_cannot_cut_are_refused(what):
+    hardware = {"effective_batch_size": 8} if what == "effective_batch_size" else {}
+    data = (DataLoader(TensorDataset(X, Y), 4),) if what == "a loader" else (X, Y)
+    more = {"steps_per_epoch": 3} if what == "steps_per_epoch" else {}
+    sizes = {0: 0 if what == "size 0" else 4}
+    with pytest.raises(fitkit.ConfigurationError):
+        trained(compiled(**hardware), data, batches=sizes, **more)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import fitkit
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.extras.summary import human_count, shape_text, summarize
 from fitkit.tensors import human_bytes
@@ -426,3 +427,17 @@ def test_a_stdout_of_another_encoding_gets_what_it_has(monkeypatch):
     summarize(net).print()
     file.flush()
     assert b"pr?zise" in file.buffer.getvalue()
+
+
+def test_a_model_shows_its_rates_by_layer_and_its_teacher():
+    model = fitkit.Model(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
+    teacher = nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 3))  # 45 + 30 numbers
+    shown = []
+    model.compile("adamw", fitkit.losses.Distillation(teacher), layer_decay=0.5)
+    model.summary(print_fn=shown.append)
+    lines = {line.split()[0]: line.split() for line in shown[0].splitlines() if line.strip()}
+    assert (lines["0"][-1], lines["2"][-1]) == ("0.5", "1")
+    assert lines["Teacher"][:4] == ["Teacher", "75", "300", "B,"]
+    model.compile(loss="cross_entropy", layer_decay=None)
+    model.summary(print_fn=shown.append)
+    assert "Rate" not in shown[1] and "Teacher" not in shown[1]

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fitkit
 from fitkit.transforms import BatchTransform, CutMix, MixUp, OneOf, RandomErasing
+from tests.compiling import TRACED
 
 X = torch.rand(26, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(0, 5, (26,), generator=torch.Generator().manual_seed(1))
@@ -307,6 +308,71 @@ def test_a_transform_of_your_own_draws_alike_on_all_ranks():
     torch.testing.assert_close(weights(two), weights(one), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("more", [{"steps_per_execution": 3}, {"jit_compile": TRACED}], ids=repr)
+def test_several_steps_in_one_call_draw_what_single_ones_do(more):
+    found = []
+    for given in ({}, {"steps_per_execution": 4, **more}):
+        model = made(RECIPES["one of, then erased"], **given)
+        model.fit(X, Y, batch_size=8, epochs=2, verbose=0)
+        found.append(weights(model))
+    torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=0)
+
+
+def test_a_second_training_draws_others():
+    seen = Watch()
+    model = made([MixUp(0.4), seen])
+    for _ in range(2):
+        model.fit(X, Y, batch_size=26, shuffle=False, verbose=0)
+    assert not torch.equal(seen.seen[0][0], seen.seen[1][0])
+
+
+@pytest.mark.parametrize("transform", [MixUp(0.4), CutMix(1.0), RandomErasing(1.0)], ids=repr)
+def test_the_memory_format_stays(transform):
+    x, _ = transform(X.to(memory_format=torch.channels_last), torch.rand(26, 5))
+    assert x.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_volume_loses_one_box_in_all_its_layers():
+    x, _ = RandomErasing(1.0)(torch.ones(3, 3, 4, 6, 6), torch.zeros(3))
+    assert torch.equal(x, x[:, :1, :1].expand_as(x))
+    assert bool((x == 0).flatten(1).any(1).all())
+
+
+def test_each_of_several_outputs_has_its_own_classes():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = nn.Linear(4, 5), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return {"a": self.one(x), "b": self.other(x)}
+
+    seen = []
+    model = fitkit.Model(Two())
+    model.compile(
+        "sgd", "cross_entropy",
+        batch_transforms=[MixUp(0.4), lambda x, y: seen.append(y) or (x, y)],
+    )  # fmt: skip
+    model.fit(torch.rand(26, 4), {"a": Y, "b": Y % 2}, batch_size=26, shuffle=False, verbose=0)
+    assert [tuple(seen[0][name].shape) for name in "ab"] == [(26, 5), (26, 2)]
+    for y, soft in ((Y, seen[0]["a"]), (Y % 2, seen[0]["b"])):
+        assert bool(
+            (soft.gather(1, y[:, None]) + soft.gather(1, y.roll(1)[:, None]) >= 0.999).all()
+        )
+
+
+def test_accuracy_knows_mixed_labels_beside_a_loss_of_your_own():
+    model = fitkit.Model(net())
+    model.compile(
+        "sgd", lambda p, t: functional.cross_entropy(p, t), metrics=["accuracy"],
+        learning_rate=0.0, batch_transforms=[MixUp(0.4), watch := Watch()],
+    )  # fmt: skip
+    history = model.fit(X, Y, batch_size=26, shuffle=False, verbose=0)
+    ((x, soft),) = watch.seen
+    expected = (model.net.cpu()(x).argmax(1) == soft.argmax(1)).float().mean().item()
+    assert history.history["accuracy"] == [pytest.approx(expected)]
+
+
 def test_the_users_arrays_stay_as_they_are():
     x, y = X.clone(), Y.clone()
     made(RECIPES["one of, then erased"]).fit(x, y, batch_size=26, epochs=3, verbose=0)
@@ -333,6 +399,31 @@ def test_what_cannot_be_meant_is_refused_in_a_sentence(case):
     transforms, data, words = REFUSED[case]
     with pytest.raises((fitkit.ConfigurationError, TypeError), match=words):
         made(transforms).fit(**{"x": X, "y": Y, "batch_size": 8, "verbose": 0, **data})
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (nn.CrossEntropyLoss(ignore_index=2), "ignore_index"),
+        ("sparse_categorical_crossentropy", "categorical_crossentropy"),
+        ("nll", "cross_entropy"),
+        ("hinge", "0 and 1"),
+        ("multilabel_margin", "fractions"),
+    ],
+    ids=["ignore_index", "sparse", "nll", "hinge", "lists"],
+)
+def test_losses_that_take_no_mixed_labels_say_so(loss, words):
+    model = fitkit.Model(nn.Sequential(nn.Flatten(), nn.Linear(108, 5), nn.LogSoftmax(1)))
+    model.compile("sgd", loss, batch_transforms=[MixUp(1.0)])
+    with pytest.raises(fitkit.ConfigurationError, match=words):
+        model.fit(X, Y, batch_size=26, verbose=0)
+
+
+def test_boxes_are_not_mixed():
+    boxes = [{"boxes": torch.rand(2, 4)}, {"boxes": torch.rand(1, 4)}]
+    for x in (torch.rand(2, 3, 5, 5), [torch.rand(3, 5, 5), torch.rand(3, 6, 6)]):
+        with pytest.raises(fitkit.ConfigurationError, match="dicts"):
+            MixUp(0.4)(x, boxes)
 
 
 def test_a_hook_that_moves_batches_is_told_to_change_them():
