@@ -217,10 +217,14 @@ def by_fitkit(setting: Setting) -> Epoch:
     """Return the verb, with nothing that the loop doesn't do."""
     model, batches = compiled_by_fitkit(setting), setting.batches()
     if setting.verb == "evaluate":
-        return lambda: model.evaluate(batches, verbose=0) and None
+        return lambda: discard(model.evaluate(batches, verbose=0))
     if setting.verb == "predict":
-        return lambda: model.predict(batches, verbose=0) is None
+        return lambda: discard(model.predict(batches, verbose=0))
     return lambda: Clock.of_last_epoch(model, batches)
+
+
+def discard(_: object) -> None:
+    """Take what a verb returns, for an `Epoch` returns nothing."""
 
 
 VERBS: dict[str, Callable[[Setting], Epoch]] = {

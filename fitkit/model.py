@@ -490,8 +490,9 @@ class Model(Module):
                 batches (0.2) or `{"batches": 100}`. Default 1.
             resume_from: a checkpoint from which training continues as if it had never stopped.
                 `"last"` is the newest one that the callbacks know; if there is none, training
-                starts from the beginning. Pass the same data, callbacks and `epochs` as before.
-                fitkit refuses what contradicts the file before it loads it, or warns.
+                starts from the beginning. Pass the same data and callbacks as before, and the
+                same `epochs` or more. fitkit refuses what contradicts the file before it
+                loads it, or warns.
 
         Returns:
             The history: `history.history["loss"]` is a list with one float per epoch.
