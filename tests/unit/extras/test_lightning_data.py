@@ -100,7 +100,7 @@ def mean_loss(net, sets, scale=1.0):
     return (net(scale * x) - y).square().mean().item()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def workers():
     yield
     end_workers()
