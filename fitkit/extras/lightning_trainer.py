@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from fitkit.errors import with_code
-from fitkit.extras.lightning_base import ServedModel
+from fitkit.extras.lightning_base import ServedModel, Unknown
 
 
 class Word(str):
@@ -50,19 +49,6 @@ class State:
     def finished(self) -> bool:
         """Whether the last verb is over."""
         return self.status == "finished"
-
-
-class Unknown:
-    """Base of the objects that answer an attribute that they don't have with a sentence."""
-
-    KNOWN_AS = "trainer"
-
-    def __getattr__(self, name: str) -> Any:
-        message = (
-            f"fitkit trains this module, and its {self.KNOWN_AS} has no {name!r}. It has "
-            f"{', '.join(sorted(n for n in dir(type(self)) if n[0].islower()))}."
-        )
-        raise AttributeError(message if name.startswith("_") else with_code(message, "FK084"))
 
 
 class Strategy(Unknown):
