@@ -227,11 +227,11 @@ def warn_of_parts(model: nn.Module) -> None:
 
 def as_ours(argument: str, value: Any) -> Any:
     """Return an argument of `compile` in which other libraries' objects became what it takes."""
-    if all(package_of(leaf) is None for leaf in trees.leaves(value)):
+    if all(package_of(leaf, TRANSLATORS) is None for leaf in trees.leaves(value)):
         return value
 
     def ours(leaf: object) -> object:
-        package = package_of(leaf)
+        package = package_of(leaf, TRANSLATORS)
         return leaf if package is None else TRANSLATORS[package](argument, leaf)
 
     return trees.map_leaves(ours, value)

@@ -674,6 +674,10 @@ def test_an_unsymmetric_loss_gets_target_and_prediction_in_keras_s_order():
         ({"optimizer": lambda: keras.optimizers.SGD(clipnorm=1.0)}, "SGD with clipnorm"),
         ({"loss": lambda: keras.losses.MeanSquaredError(reduction="sum")}, "reduction='sum'"),
         ({"metrics": lambda: [keras.metrics.AUC()]}, "AUC collects batches itself"),
+        (
+            {"learning_rate": lambda: keras.optimizers.schedules.ExponentialDecay(1, 2, 0.5)},
+            "as lr_scheduler",
+        ),
     ],
 )
 def test_keras_s_objects_without_an_equal_one_are_named(arguments, message):

@@ -387,6 +387,44 @@ class Asking(modules.Net):
         }
 
 
+class Remembering(fitkit.loggers.Logger):
+    def __init__(self):
+        super().__init__()
+        self.said = []
+
+    def start(self):
+        self.connection = self.said
+
+    def log_hyperparameters(self, values):
+        self.said.append(values.get("mine"))
+
+    def log_scalars(self, values, step, epoch):
+        self.said.append((values, step))
+
+
+class LoggingItself(modules.Net):
+    def on_fit_start(self):
+        with pytest.raises(fitkit.ConfigurationError, match="before the logger is open"):
+            _ = self.logger.experiment
+        self.logger.log_hyperparams({"mine": 3})
+
+    def on_train_epoch_start(self):
+        self.logger.experiment.append("own")
+
+    def on_train_epoch_end(self):
+        self.logger.log_metrics({"m": torch.tensor(2.0)})
+        with pytest.raises(AttributeError, match="its logger has no 'watch'"):
+            self.logger.watch(self)
+
+
+def test_the_logger_has_lightnings_methods():
+    logger = Remembering()
+    model_of(LoggingItself()).fit(modules.loader(24), epochs=1, verbose=0, callbacks=logger)
+    (values, step) = logger.said.pop()
+    assert step == 3 and "loss" in values
+    assert logger.said == [None, 3, "own", ({"m": 2.0}, 3)]
+
+
 def test_the_trainer_answers_what_lightnings_answers():
     theirs, ours = made(Asking)
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
