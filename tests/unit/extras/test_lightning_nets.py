@@ -189,7 +189,9 @@ def test_a_resumed_training_equals_an_uncut_one(kind, tmp_path):
         data, validation_data=held_out, epochs=3, verbose=0, resume_from=tmp_path / "cut.h5"
     )
     assert_equal_weights(fresh, uncut)
-    assert again.history.history == whole.history.history
+    # A metric's sum in float32 is added up in two parts.
+    for name, values in whole.history.history.items():
+        assert again.history.history[name] == pytest.approx(values, rel=1e-6), name
 
 
 def test_pytorch_lightnings_modules_are_trained_too():
