@@ -1,10 +1,11 @@
 """A step of a LightningModule by fitkit, and by Lightning's Trainer: the time and the numbers.
 
-    python benchmarks/lightning_nets.py    # on CPU, about a minute
+    python benchmarks/lightning_nets.py               # on CPU, about a minute
+    python benchmarks/lightning_nets.py --programs    # those of tests/lightning_programs.py
 
 The same module trains both ways, in turns in one process. A pair's ratio is that of the times of
 two fits, of which one is longer, so that what a fit costs once falls out. The differences are the
-largest of the weights after three epochs.
+largest of the weights after three epochs, and of the logs where there are any.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from __future__ import annotations
 import argparse
 import logging
 import statistics
+import sys
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,14 +86,51 @@ def modules() -> dict[str, tuple[Any, Any]]:
     }
 
 
+def compare_programs(pairs: int) -> None:
+    """Print a row for each program of the tests: small modules, with validation and logs."""
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    from tests.lightning_programs import PROGRAMS, by_fitkit, by_trainer
+
+    print("| program | epoch ÷ the Trainer's | the Trainer's, ms | weights | logs |")
+    print("|---|---|---|---|---|")
+    longer = 8
+    for name, program in PROGRAMS.items():
+        (theirs, expected), (ours, found) = by_trainer(program), by_fitkit(program)
+        states = zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True)
+        apart = max(float((a.double() - b.double()).abs().max()) for a, b in states)
+        logs = max(
+            abs(a - b)
+            for log in program.logged
+            for a, b in zip(found[log], expected[log], strict=True)
+        )
+        seconds: list[list[float]] = []
+        for _ in range(pairs):
+            took = []
+            for train in (by_trainer, by_fitkit):
+                times = [time.perf_counter()]
+                for epochs in (1, 1 + longer):
+                    train(program, epochs)
+                    times.append(time.perf_counter())
+                took.append((times[2] - times[1]) - (times[1] - times[0]))
+            seconds.append(took)
+        ratio = statistics.median(mine / trainers for trainers, mine in seconds)
+        epoch = statistics.median(trainers for trainers, _ in seconds) / longer * 1e3
+        print(f"| {name} | {ratio:.2f} | {epoch:.1f} | {apart:.0e} | {logs:.0e} |", flush=True)
+
+
 def main() -> None:
     import lightning.pytorch as pl
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=5)
-    pairs = parser.parse_args().pairs
+    parser.add_argument("--programs", action="store_true")
+    arguments = parser.parse_args()
+    pairs = arguments.pairs
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    if arguments.programs:
+        compare_programs(pairs)
+        return
     print("| module | step ÷ the Trainer's | the Trainer's, ms | largest difference |")
     print("|---|---|---|---|")
     for name, (make, x) in modules().items():

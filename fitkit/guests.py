@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fitkit import trees
-from fitkit.errors import warn_once
+from fitkit.errors import ConfigurationError, warn_once
 from fitkit.registry import Registry
 from fitkit.typing import Tree
 
@@ -59,6 +60,35 @@ class Guest(nn.Module):
     def begin(self, rank: int) -> None:
         """Begin a pass on a rank."""
 
+    def compile_calls(self, options: Any) -> None:
+        """Compile how the network is called from now on, or end that.
+
+        Args:
+            options: False to call it as written; True, or the keyword arguments of `torch.compile`.
+
+        Raises:
+            ConfigurationError: it can't be compiled; the default.
+        """
+        if options is not False:
+            raise ConfigurationError(
+                f"jit_compile can't compile {type(self.given).__name__}, which "
+                f"{type(self).__name__} calls. Leave it out."
+            )
+
+    def synchronized(self, synchronization: Any) -> AbstractContextManager[Any]:
+        """Let batch normalisations see the batches of all ranks within a block.
+
+        Args:
+            synchronization: what the synchronised layers of a training share.
+
+        Raises:
+            ConfigurationError: the network has none that can; the default.
+        """
+        raise ConfigurationError(
+            f"sync_batchnorm=True can't synchronise {type(self.given).__name__}, which "
+            f"{type(self).__name__} calls. Leave it out."
+        )
+
     def watch(self, optimizer: Optimizer) -> None:
         """Follow an optimizer, for what must happen after each update."""
 
@@ -79,6 +109,13 @@ class Guest(nn.Module):
             is_part: whether the batch is a part of what an update sees.
         """
         return loss, count, terms
+
+    def measure(self, logged: Any) -> None:
+        """Add what the network measured itself in its last call to a pass's logs.
+
+        Args:
+            logged: has `add(name, metric, options, samples)`, as for `self.log`.
+        """
 
     def counts_to_come(self, counts: list[Any]) -> list[Any]:
         """Return what the terms of a batch will be means over, before its forward.
@@ -194,11 +231,11 @@ def warn_of_parts(model: nn.Module) -> None:
 
 def as_ours(argument: str, value: Any) -> Any:
     """Return an argument of `compile` in which other libraries' objects became what it takes."""
-    if all(package_of(leaf) is None for leaf in trees.leaves(value)):
+    if all(package_of(leaf, TRANSLATORS) is None for leaf in trees.leaves(value)):
         return value
 
     def ours(leaf: object) -> object:
-        package = package_of(leaf)
+        package = package_of(leaf, TRANSLATORS)
         return leaf if package is None else TRANSLATORS[package](argument, leaf)
 
     return trees.map_leaves(ours, value)

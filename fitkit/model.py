@@ -368,7 +368,7 @@ class Model(Module):
             optimizer=given_or(as_ours("optimizer", optimizer), was.optimizer),
             loss=given_or(as_ours("loss", loss), was.loss),
             metrics=given_or(as_ours("metrics", metrics), was.metrics),
-            learning_rate=given_or(learning_rate, was.learning_rate),
+            learning_rate=given_or(as_ours("learning_rate", learning_rate), was.learning_rate),
             layer_decay=given_or(layer_decay, was.layer_decay),
             loss_weights=given_or(loss_weights, was.loss_weights),
             weighted_metrics=given_or(

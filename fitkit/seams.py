@@ -194,6 +194,7 @@ from fitkit.optimizers import (
     put_rate,
 )
 from fitkit.pickling import REDUCERS, Together
+from fitkit.record import LogOptions
 from fitkit.schedulers import SCHEDULERS, PlannedScheduler
 from fitkit.training.applier import Applier, ScaledApplier
 from fitkit.training.batch_transforms import (
@@ -261,6 +262,7 @@ __all__ = [
     "JSONLinesFile",
     "Labels",
     "LoaderSource",
+    "LogOptions",
     "Logs",
     "Loss",
     "Machine",

@@ -17,7 +17,8 @@ import torch
 from fitkit.loggers import Logger
 from fitkit.outputs import LossHint
 from fitkit.seams import (
-    Callback, Definition, Engine, Mean, Named, Precision, SingleDevice, elements, matched, replacing
+    DATA, GUESTS, Callback, Definition, Engine, Guest, Mean, Named, OpenedData, Precision,
+    SingleDevice, elements, matched, replacing
 )
 
 seen = []
@@ -114,7 +115,48 @@ class Archive:
 
 
 archive = Archive()
+
+
+class LineGuest(Guest):
+    """A line of the other library: it takes a dict, and adds the square of its slope."""
+
+    def __init__(self, given):
+        super().__init__(given)
+        self.slope = given.slope
+
+    def forward(self, inputs):
+        return self.given.at(inputs["at"])
+
+    def with_added(self, loss, count, terms, *, is_part):
+        return loss + self.slope.square().sum(), count, terms
+
+
+def opened(model, verb, arguments):
+    if not hasattr(arguments.x, "points"):
+        return None
+    return OpenedData(arguments.x.points, None, Counting(), None)
+
+
+GUESTS.add("elsewhere", LineGuest)
+DATA.add("elsewhere", opened)
 '''
+
+OTHER_LIBRARY = """
+import torch
+
+
+class Line:
+    def __init__(self):
+        self.slope = torch.nn.Parameter(torch.ones(1, 1, dtype=torch.float64))
+
+    def at(self, points):
+        return points @ self.slope
+
+
+class Table:
+    def __init__(self, x, y):
+        self.points = [({"at": x}, y)]
+"""
 
 ENTRY_POINTS = """
 [fitkit.strategies]
@@ -184,6 +226,22 @@ model.save_weights("weights.npz")
 twin = fitkit.Model(net())
 twin.load_weights("weights.npz")
 assert all(torch.equal(a, b) for a, b in zip(twin.net.parameters(), model.net.parameters()))
+
+import elsewhere
+
+model, line = fitkit.Model(elsewhere.Line()), elsewhere.Line()
+model.compile("sgd", "mse", learning_rate=0.01)
+logs = model.fit(elsewhere.Table(x, y), verbose=0).history
+assert isinstance(model.net, elsewhere.Line) and shed.seen[-1] == ("batch", 0)
+loss = ((line.at(x) - y) ** 2).mean() + line.slope.square().sum()
+(gradient,) = torch.autograd.grad(loss, [line.slope])
+expected = (line.slope - 0.01 * gradient).detach()
+torch.testing.assert_close(model.net.slope.data, expected, rtol=1e-12, atol=1e-12)
+assert abs(logs["loss"][0] - loss.item()) < 1e-9
+try:
+    model.compile(jit_compile=True)
+except fitkit.ConfigurationError as error:
+    assert "can't compile Line" in str(error)
 print("found by name")
 """
 
@@ -191,6 +249,7 @@ print("found by name")
 @pytest.mark.timeout(120)
 def test_a_package_outside_the_tree_is_found_by_name(tmp_path):
     (tmp_path / "shed.py").write_text(PACKAGE)
+    (tmp_path / "elsewhere.py").write_text(OTHER_LIBRARY)
     information = tmp_path / "shed-1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: shed\nVersion: 1.0\n")

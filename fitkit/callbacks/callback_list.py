@@ -181,9 +181,11 @@ def flatten(callbacks: object) -> Iterator[Callback]:
         for callback in callbacks:
             yield from flatten(callback)
     else:
+        name = type(callbacks).__name__
+        ours = f" Use fitkit.callbacks.{name}." if name in CALLBACKS else ""
         raise ArgumentTypeError(
             f"callbacks={describe(callbacks)} must be a fitkit.callbacks.Callback, the name of "
-            "one, or a list of them."
+            f"one, or a list of them.{ours}"
         )
 
 

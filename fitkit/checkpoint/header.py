@@ -207,7 +207,7 @@ def _foreign(name: str, start: bytes, next_bytes: bytes) -> str:
     if start.startswith(_HDF5_SIGNATURE):
         return (
             f"{name} is an HDF5 file that fitkit didn't write. Read it with h5py, and give its "
-            "arrays to the module's load_state_dict."
+            "arrays to the module's load_state_dict. Keras's own: model.net.load_weights(path)."
         )
     if next_bytes == _HDF5_SIGNATURE:
         return (

@@ -26,19 +26,20 @@ class Synchronization:
     """What the synchronised layers of one training share.
 
     Attributes:
+        group: the ranks; None for all.
         counts: whether this rank's batch counts in the statistics; False for one that only fills
             a place, in whose step this rank takes part all the same.
         normalise: gives a layer's output for its inputs, and moves its running statistics on.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, is_on: bool = True) -> None:
-        self.counts = True
+        self.counts: bool = True
         self.normalise: Callable[..., torch.Tensor] = self._normalise
         # It waits for other ranks, and so has no place in a compiled graph. Saying so loads torch's
         # whole compiler, which is there already where a net is compiled.
         if "torch._dynamo" in sys.modules:
             self.normalise = torch.compiler.disable(self._normalise)
-        self._group = group
+        self.group: dist.ProcessGroup | None = group
         self._is_on = is_on
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -52,7 +53,7 @@ class Synchronization:
     def end(self) -> None:
         """Let all layers compute by themselves again."""
         self._is_on = False
-        self._group = None
+        self.group = None
 
     def _normalise(self, layer: _BatchNorm, inputs: torch.Tensor) -> torch.Tensor:
         """Return what `normalise` says.
@@ -64,7 +65,7 @@ class Synchronization:
         """
         layer._check_input_dim(inputs)
         output, mean, variance, total = _Normalisation.apply(
-            inputs, layer.weight, layer.bias, layer.eps, self._group, self.counts
+            inputs, layer.weight, layer.bias, layer.eps, self.group, self.counts
         )
         if layer.track_running_stats:
             _track(layer, mean, variance * (total / (total - 1)))

@@ -7,5 +7,12 @@ the script chose the backend; whatever reaches it runs on torch.
 import os
 import sys
 
+from fitkit.errors import ConfigurationError
+
 if "keras" not in sys.modules:
     os.environ["KERAS_BACKEND"] = "torch"
+
+
+def refusal(message: str) -> ConfigurationError:
+    """Return the error for what a Keras network can't be trained with."""
+    return ConfigurationError(message, code="FK081")

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fitkit.extras import keras_backend  # noqa: F401
+from fitkit.extras.keras_backend import refusal
 
 # isort: split
 import keras
@@ -28,6 +28,8 @@ from torch.optim import Optimizer
 from fitkit import trees
 from fitkit.arguments import describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn_once
+from fitkit.extras import keras_metrics, keras_norms
+from fitkit.extras.keras_calls import Called, CompiledCall, called
 from fitkit.extras.keras_pickles import CODE, put_together, taken_apart
 from fitkit.outputs import SINGLE
 from fitkit.seams import DDP, FSDP, Guest, Module, SingleDevice, Term
@@ -58,6 +60,9 @@ class KerasNet(Guest):
     variables: list[Any]
     seeds: list[Any]
     constrained: list[Any]
+    options: Any
+    calls: CompiledCall | None
+    measured: dict[bool, list[keras_metrics.CalledMetric]]
     lock: Any
     left: Any
     watched: Any
@@ -79,6 +84,12 @@ class KerasNet(Guest):
         own = vars(self)
         own["computes_loss"] = is_own(self.given, "compute_loss")
         own.update(rank=0, is_built=False, variables=[], seeds=[], constrained=[])
+        own.update(calls=None, options=False)
+        metrics = keras_metrics.metrics_of(self.given)
+        own["measured"] = {
+            training: [keras_metrics.CalledMetric(one) for one in metrics]
+            for training in (True, False)
+        }
         own["lock"], own["left"] = threading.RLock(), threading.local()
         own["watched"] = weakref.WeakKeyDictionary()
         self._find_variables()
@@ -134,19 +145,24 @@ class KerasNet(Guest):
             apart = self.rank * APART if training else 0
             for seed in self.seeds if apart else ():
                 seed._value.data[0] += apart
+            metrics = self.measured[training]
+            for metric in metrics:
+                metric.lend()
             try:
-                called = (
-                    net(inputs, training=training) if net._call_has_training_arg else net(inputs)
-                )
+                outputs, self.left.masks, self.left.losses = self._called(inputs, training)
             finally:
                 for seed in self.seeds if apart else ():
                     seed._value.data[0] -= apart
-            self.left.losses = net.losses
-        self.left.masks = mask_of(called)
+            self.left.measured = [(metric, metric.taken()) for metric in metrics]
         self.left.inputs = inputs if self.computes_loss else None
         if not self.is_built:
             self._find_variables()
-        return called
+        return outputs
+
+    def _called(self, inputs: Any, training: bool) -> Called:
+        if self.calls is not None and self.is_built:
+            return self.calls(inputs, training)
+        return called(self.given, inputs, training)
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
         """Let Keras compute where the variables are."""
@@ -179,15 +195,10 @@ class KerasNet(Guest):
                 f"strategy={strategy.name!r} replaces a network's weights by other objects, and "
                 "Keras's layers would go on with theirs. Use 'ddp', 'ddp_spawn' or 'ddp_sharded'."
             )
-        if given.jit_compile is not False:
-            raise refusal("jit_compile can't compile Keras's layers. Leave it out.")
         if given.memory_format is not None:
             raise refusal("memory_format has no meaning for Keras's kernels. Leave it out.")
         if given.sync_batchnorm:
-            raise refusal(
-                "sync_batchnorm acts on torch's layers, and Keras's BatchNormalization isn't one. "
-                "Use larger batches on each device, or LayerNormalization."
-            )
+            keras_norms.check(net)
         precision = strategy.precision.name
         policies = {layer.compute_dtype for layer in net._flatten_layers()} - {None}
         if precision not in ("32-true", "16-mixed", "bf16-mixed"):
@@ -205,11 +216,15 @@ class KerasNet(Guest):
                 "Keras's policy mixed_float16 needs a loss scaled by Keras's own optimizer. Use "
                 "mixed_bfloat16, or a float32 net and compile(precision='16-mixed')."
             )
-        if any(layer._metrics for layer in net._flatten_layers() if hasattr(layer, "_metrics")):
+        metrics = [metric.metric for metric in self.measured[True]]
+        if metrics and has_steps(model):
             warn_once(
-                "The net updates Keras's metrics in its call. fitkit doesn't log them: give "
-                "compile the metrics, or log them in a training_step."
+                f"The net has Keras's metric {metrics[0].name!r}, and the model a training_step, "
+                "which logs what there is to log. Log the metric there."
             )
+        for metric in metrics if strategy.world.size > 1 else ():
+            if not keras_metrics.is_additive(metric):
+                raise keras_metrics.not_joined(metric)
 
     def prepare(self, batch: Callable[[], Any]) -> None:
         self._find_variables()  # the network may have been called since
@@ -237,6 +252,30 @@ class KerasNet(Guest):
     def begin(self, rank: int) -> None:
         vars(self)["rank"] = rank
 
+    def compile_calls(self, options: Any) -> None:
+        made = None if options is False else CompiledCall(self.given, options)
+        vars(self).update(options=options, calls=made)
+
+    def synchronized(self, synchronization: Any) -> contextlib.AbstractContextManager[Any]:
+        return keras_norms.synchronized(self.given, synchronization)
+
+    def measure(self, logged: Any) -> None:
+        for metric, state in self.left.counted:
+            metric.keep(state)
+            logged.add(metric.metric.name, metric, keras_metrics.OPTIONS, 0)
+
+    def group_matcher(self, coarse: bool = False) -> Callable[[str], float]:
+        """Say in which layer a parameter is, as networks of timm do: for `layer_decay`."""
+        places: dict[int, int] = {}
+        last = 0
+        for layer in layers_in(self.given):
+            weights = [variable for variable in layer.variables if id(variable) not in places]
+            # A norm is of the layer before it.
+            last += any(len(variable.shape) > 1 for variable in weights)
+            places.update((id(variable), last) for variable in weights)
+        by_name = dict(zip(names_of(self.given, self.variables), self.variables, strict=True))
+        return lambda name: places.get(id(by_name[name]), last)
+
     def watch(self, optimizer: Optimizer) -> None:
         if self.constrained and optimizer not in self.watched:
             self.watched[optimizer] = optimizer.register_step_post_hook(self._constrain)
@@ -249,6 +288,7 @@ class KerasNet(Guest):
                     variable.assign(variable.constraint(variable))
 
     def for_loss(self, outputs: Any, y: Any, weight: Any) -> tuple[Any, Any, Any]:
+        self.left.counted = self.left.measured  # later calls may be for checks
         if self.computes_loss:
             return self._with_own_loss(outputs, y, weight), y, None
         outputs, masks = (self._by_layer(tree) for tree in (outputs, self.left.masks))
@@ -350,9 +390,10 @@ class KerasNet(Guest):
     # ------------------------------------------------------------------ copies
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"given": self.given, "training": self.training}
+        return {"given": self.given, "training": self.training, "options": self.options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        configure(state.get("configuration", {}))
         Guest.__init__(self, state["given"])
         self.training = state["training"]
         for layer in self.given._flatten_layers():  # which knows what it tracks by ids
@@ -361,24 +402,21 @@ class KerasNet(Guest):
                 name: set(map(id, store)) for name, (_, store) in tracker.config.items()
             }
         self._set_up()
+        self.compile_calls(state.get("options", False))
 
     def _state_for_ranks(self, strategy: object) -> dict[str, Any]:
-        return self.__getstate__()
+        return {**self.__getstate__(), "configuration": configuration()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KerasNet:
         made = memo[id(self)] = type(self).__new__(type(self))
         data, kept = taken_apart(self.given, keeps_code=True)
         kept = [one if isinstance(one, CODE) else copy.deepcopy(one, memo) for one in kept]
-        made.__setstate__({"given": put_together(data, kept), "training": self.training})
+        made.__setstate__({**self.__getstate__(), "given": put_together(data, kept)})
         return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         data, tensors = taken_apart(self.given, keeps_code=False)
-        return restored, (data, tensors, self.training)
-
-
-def refusal(message: str) -> ConfigurationError:
-    return ConfigurationError(message, code="FK081")
+        return restored, (data, tensors, self.training, self.options)
 
 
 def is_own(net: Any, name: str) -> bool:
@@ -390,6 +428,45 @@ def is_own(net: Any, name: str) -> bool:
 def has_steps(model: Any) -> bool:
     """Whether a model has a training step of its own."""
     return type(model).training_step is not Module.training_step
+
+
+def layers_in(net: Any) -> list[Any]:
+    """Return a network's layers from its inputs to its outputs, those of networks inside too."""
+    found: list[Any] = []
+    for layer in getattr(net, "layers", [net]):
+        found += layers_in(layer) if keras_metrics.is_model(layer) else [layer]
+    return found
+
+
+# ---------------------------------------------------------------------- Keras's settings
+
+
+def configuration() -> dict[str, Any]:
+    """Return Keras's settings of this process that a call may ask for."""
+    config = keras.config
+    return {
+        "floatx": config.floatx(),
+        "epsilon": config.epsilon(),
+        "image_data_format": config.image_data_format(),
+        "dtype_policy": keras.saving.serialize_keras_object(config.dtype_policy()),
+        "flash_attention": config.is_flash_attention_enabled(),
+    }
+
+
+def configure(settings: dict[str, Any]) -> None:
+    """Give this process the settings of another."""
+    if not settings:
+        return
+    config = keras.config
+    config.set_floatx(settings["floatx"])
+    config.set_epsilon(settings["epsilon"])
+    config.set_image_data_format(settings["image_data_format"])
+    policy = keras.saving.deserialize_keras_object(settings["dtype_policy"])
+    config.set_dtype_policy(policy)
+    if settings["flash_attention"]:
+        config.enable_flash_attention()
+    elif settings["flash_attention"] is not None:
+        config.disable_flash_attention()
 
 
 # ---------------------------------------------------------------------- names
@@ -423,11 +500,6 @@ def names_of(net: Any, variables: Sequence[Any]) -> list[str]:
 
 
 # ---------------------------------------------------------------------- masks
-
-
-def mask_of(outputs: Any) -> Any:
-    """Return the masks of a call's outputs, by the same structure; None where there is none."""
-    return trees.map_leaves(lambda leaf: getattr(leaf, "_keras_mask", None), outputs)
 
 
 def by_output(masks: Any) -> dict[Any, torch.Tensor]:
@@ -499,8 +571,11 @@ def widened(leaf: Any) -> Any:
 # ---------------------------------------------------------------------- pickles
 
 
-def restored(data: bytes, tensors: list[torch.Tensor], training: bool) -> KerasNet:
+def restored(
+    data: bytes, tensors: list[torch.Tensor], training: bool, options: Any = False
+) -> KerasNet:
     """Return a net that was pickled."""
     made = KerasNet.__new__(KerasNet)
-    made.__setstate__({"given": put_together(data, tensors), "training": training})
+    given = put_together(data, tensors)
+    made.__setstate__({"given": given, "training": training, "options": options})
     return made

@@ -43,6 +43,12 @@ def translated(argument: str, value: Any) -> Any:
         return loss_like(value)
     if isinstance(value, keras.metrics.Metric):
         return metric_like(value)
+    if isinstance(value, keras.optimizers.schedules.LearningRateSchedule):
+        raise ConfigurationError(
+            f"{argument} is keras.optimizers.schedules.{type(value).__name__}. Give compile the "
+            "first rate as learning_rate, and a schedule of torch's as lr_scheduler.",
+            code="FK082",
+        )
     return value
 
 

@@ -23,8 +23,8 @@ from torch import nn
 
 from fitkit.seams import REDUCERS, Together
 
-WRAPPED = ("build", "quantize")
-"""The methods that each Keras layer has its own wrapper of, made by `__new__`."""
+WRAPPED = ("build", "quantize", "_moments")
+"""The methods that a Keras layer has its own wrapper of: made by `__new__`, or for a training."""
 
 
 FUNCTIONS = {"train_function", "test_function", "predict_function"}

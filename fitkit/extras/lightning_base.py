@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fitkit.errors import ConfigurationError
+from fitkit.errors import ConfigurationError, with_code
 from fitkit.extras.lightning_hooks import Hooks
 from fitkit.model import Model
 from fitkit.seams import OpenedData, make_source, validation_name
@@ -152,6 +152,19 @@ class ServedModel(Model):
                     theirs = validation_name(full, one)
                     if theirs != full and theirs in logs and full not in logs:
                         logs[full] = logs.pop(theirs)
+
+
+class Unknown:
+    """Base of the objects that answer an attribute that they don't have with a sentence."""
+
+    KNOWN_AS = "trainer"
+
+    def __getattr__(self, name: str) -> Any:
+        message = (
+            f"fitkit trains this module, and its {self.KNOWN_AS} has no {name!r}. It has "
+            f"{', '.join(sorted(n for n in dir(type(self)) if n[0].islower()))}."
+        )
+        raise AttributeError(message if name.startswith("_") else with_code(message, "FK084"))
 
 
 def refusal(message: str) -> ConfigurationError:

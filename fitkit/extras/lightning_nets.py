@@ -406,19 +406,22 @@ def _by_epoch(scheduler: Any) -> dict[str, Any]:
     return {"interval": "epoch", **given}
 
 
+KINDS = {"Callback": "callback", "Logger": "logger"}
+
+
 def refuse_callback(callback: Any, where: str) -> None:
-    """Refuse a callback of Lightning's.
+    """Refuse a callback or logger of Lightning's.
 
     Raises:
         ConfigurationError: with ours of the same name, if there is one.
     """
     for kind in type(callback).__mro__:
-        if kind.__module__.partition(".")[0] in PACKAGES and kind.__name__ == "Callback":
-            name = type(callback).__name__
-            has_ours = hasattr(fitkit.callbacks, name)
+        if kind.__module__.partition(".")[0] in PACKAGES and kind.__name__ in KINDS:
+            name, what = type(callback).__name__, KINDS[kind.__name__]
+            has_ours = hasattr(getattr(fitkit, f"{what}s"), name)
             ours = (
-                f"Use fitkit.callbacks.{name}."
+                f"Use fitkit.{what}s.{name}."
                 if has_ours
-                else ("Write a fitkit.callbacks.Callback with the same hooks.")
+                else f"Write a fitkit.{what}s.{what.title()} with the same methods."
             )
-            raise refusal(f"{where} {describe(callback)}, a callback of Lightning's. {ours}")
+            raise refusal(f"{where} {describe(callback)}, a {what} of Lightning's. {ours}")

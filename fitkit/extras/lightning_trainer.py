@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from fitkit.errors import with_code
-from fitkit.extras.lightning_base import ServedModel
+from fitkit.extras.lightning_base import ServedModel, Unknown
+from fitkit.extras.lightning_loggers import ModuleLogger
 
 
 class Word(str):
@@ -50,19 +51,6 @@ class State:
     def finished(self) -> bool:
         """Whether the last verb is over."""
         return self.status == "finished"
-
-
-class Unknown:
-    """Base of the objects that answer an attribute that they don't have with a sentence."""
-
-    KNOWN_AS = "trainer"
-
-    def __getattr__(self, name: str) -> Any:
-        message = (
-            f"fitkit trains this module, and its {self.KNOWN_AS} has no {name!r}. It has "
-            f"{', '.join(sorted(n for n in dir(type(self)) if n[0].islower()))}."
-        )
-        raise AttributeError(message if name.startswith("_") else with_code(message, "FK084"))
 
 
 class Strategy(Unknown):
@@ -146,6 +134,8 @@ class Trainer(Unknown):
         self.state: State = State()
         self.strategy: Strategy = Strategy(self)
         self.values: dict[str, Any] = {}
+        self.held: list[Callable[[], None]] = []
+        self._views: dict[int, ModuleLogger] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Give copies of what refers to it None."""
@@ -375,7 +365,11 @@ class Trainer(Unknown):
         """The working directory."""
         return os.getcwd()
 
-    log_dir = default_root_dir
+    @property
+    def log_dir(self) -> str:
+        """The folder of the first logger that has one, or the working directory."""
+        found = next((one.log_dir for one in self.loggers if hasattr(one, "log_dir")), os.getcwd())
+        return os.fspath(found)
 
     @property
     def ckpt_path(self) -> Any:
@@ -415,8 +409,17 @@ class Trainer(Unknown):
 
     @property
     def loggers(self) -> list[Any]:
-        """The callbacks that are fitkit's loggers."""
-        return [one for one in self.callbacks if hasattr(one, "log_scalars")]
+        """The callbacks that are fitkit's loggers, with Lightning's methods."""
+        own = [one for one in self.callbacks if hasattr(one, "log_scalars")]
+        views = {id(one): ModuleLogger(one, self.model_now) for one in own}
+        self._views = {key: self._views.get(key, view) for key, view in views.items()}
+        return list(self._views.values())
+
+    def log_held(self) -> None:
+        """Give the loggers what was logged before they were open."""
+        held, self.held = self.held, []
+        for log in held:
+            log()
 
     @property
     def logger(self) -> Any:

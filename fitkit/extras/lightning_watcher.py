@@ -96,6 +96,7 @@ class Watcher(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self.model.written.clear()
+        self.model.trainer.log_held()
         self.model.hooks.ask("on_train_epoch_start")
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from fitkit.data.batches import Batch
+from fitkit.guests import guest_of
 from fitkit.module import Module
 from fitkit.training.step import Outcome
 from fitkit.typing import CompilerOptions
@@ -149,6 +150,9 @@ def new_compiler(model: Module, options: bool | CompilerOptions) -> Compiler | N
         ConfigurationError: torch refuses the arguments. Nothing has changed.
     """
     made: Compiler | None = None
+    if (guest := guest_of(model)) is not None:
+        guest.compile_calls(options if IS_ON else False)
+        return None
     if options is not False and IS_ON:
         from fitkit.extras.jit.compiler import TorchCompiler
 

@@ -24,6 +24,7 @@ from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Strategy
 from fitkit.distributed.sync_batchnorm import synchronized
 from fitkit.errors import ConfigurationError, warn
+from fitkit.guests import guest_of
 from fitkit.modes import kept_in_evaluation, modes_restored, to_training
 from fitkit.module import Module
 from fitkit.optimizers import warn_of_flags
@@ -293,8 +294,13 @@ class Fit:
         if not self.compilation.given.sync_batchnorm or self.collectives.world_size == 1:
             yield
             return
+        guest = guest_of(self.model)
         with synchronized(self.model) as self.step.synchronization:
-            yield
+            if guest is None:
+                yield
+            else:
+                with guest.synchronized(self.step.synchronization):
+                    yield
 
     def run_epoch(self, epoch: int, callbacks: CallbackList, last: Values) -> Values:
         """Train for an epoch, validate, and call the callbacks.

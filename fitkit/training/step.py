@@ -356,6 +356,8 @@ class CompiledStep:
         self.logbook.samples = samples = batch.samples
         if samples == 0:
             return
+        if self._guest is not None:
+            self._guest.measure(self.logbook.logged)
         if outcome.loss is not None:
             count = outcome.count
             if self._sequences is not None:  # each rank records the same

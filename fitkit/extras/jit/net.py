@@ -59,7 +59,7 @@ class JitNet:
         """
         target = _module_to_compile(model)
         if target._compiled_call_impl is None and self.given_up is None:
-            _name_globals(model)
+            name_globals(model)
             target._compiled_call_impl = self._with_last_resort(model, _call_of(target))
 
     def _with_last_resort(self, model: Module, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,10 +96,15 @@ class JitNet:
             return
         self.given_up = str(why)
         _module_to_compile(model)._compiled_call_impl = None
-        if isinstance(why, MisfitError):
-            warn(f"jit_compile gave other numbers, so this is computed as written: {why}", "FK072")
-        else:
-            warn(f"torch's compiler failed, so the net is computed as written: {why}", "FK073")
+        warn_of(why)
+
+
+def warn_of(why: UncompiledError) -> None:
+    """Say why a net is computed as written."""
+    if isinstance(why, MisfitError):
+        warn(f"jit_compile gave other numbers, so this is computed as written: {why}", "FK072")
+    else:
+        warn(f"torch's compiler failed, so the net is computed as written: {why}", "FK073")
 
 
 @contextlib.contextmanager
@@ -117,7 +122,7 @@ def as_written(model: Module) -> Iterator[None]:
                 module._compiled_call_impl = call
 
 
-def _name_globals(model: nn.Module) -> None:
+def name_globals(model: nn.Module) -> None:
     """Add the globals that the net's code refers to to this process's `__main__`.
 
     A worker receives the classes of the user's script together with the globals that they use.

@@ -151,6 +151,21 @@ class Logger(Callback):
             )
         return self.connection
 
+    def writes_with(self) -> Any:
+        """Return what the logger calls to write, on rank 0, while fit runs.
+
+        It is torch's `SummaryWriter` of TensorBoard, W&B's run, MLflow's client.
+
+        Raises:
+            ConfigurationError: nothing is open, or the logger writes files of its own.
+        """
+        if self.connection is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} has no experiment here: it writes files of its own, or no "
+                "fit runs on this rank. Call log_scalars, or take a service's logger."
+            )
+        return self.connection
+
     # ------------------------------------------------------------------ the moments of a fit
 
     @property

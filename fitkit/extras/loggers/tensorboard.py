@@ -106,6 +106,11 @@ class TensorBoard(Logger):
         """Return the writer of `train` or `validation`; create it at the first write."""
         return self.opened().writer(run, self._first_new())
 
+    def writes_with(self) -> Any:
+        """Return the `SummaryWriter`; of `TensorBoard`, that of the run `train`."""
+        self.opened()
+        return self._writer("train")
+
     def _first_new(self) -> int | None:
         """From where on to hide what a crash left of epochs that run again."""
         # Steps are numbered differently.

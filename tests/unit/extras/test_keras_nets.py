@@ -62,6 +62,28 @@ class Scaled(kl.Layer):
         return inputs * self.scale + (0.1 if training else 0.0)
 
 
+class Counting(kl.Layer):
+    """A layer that measures what goes through it, and more in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.size = keras.metrics.Mean(name="size")
+        self.total = keras.metrics.Sum(name="total")
+
+    def call(self, inputs, training=False):
+        self.size.update_state(ops.mean(inputs, -1))
+        self.total.update_state(ops.sum(inputs) * (2.0 if training else 1.0))
+        return inputs
+
+
+class Configured(kl.Layer):
+    """A layer whose numbers follow settings of Keras in the process that calls it."""
+
+    def call(self, inputs):
+        first = keras.config.image_data_format() == "channels_first"
+        return inputs * (2.0 if first else 1.0) + keras.config.epsilon()
+
+
 class Inferring(keras.Model):
     """A network whose call takes no training flag, so that its layers infer."""
 
@@ -201,6 +223,7 @@ NETS = {
     "frozen": (frozen, X, Y),
     "normalization": (adapted, X * 3 + 1, Y),
     "nested": (nested, X, Y),
+    "metrics": (lambda: sequential(kl.Dense(4), Counting()), X, Y),
     "torch module": (
         lambda: sequential(kl.TorchModuleWrapper(torch.nn.BatchNorm1d(8)), kl.Dense(4)), X, Y
     ),
@@ -266,6 +289,8 @@ def test_a_network_trains_as_by_keras(name):
 
     if "mask" in name:  # ours is a mean over the steps that count, whatever the batches
         expected = {k: v for k, v in expected.items() if not k.startswith("val_")}
+    if name == "metrics":  # Keras gives a validation's sum for the training's, too
+        assert expected.pop("total") == expected["val_total"]
     assert set(expected) <= set(found)
     for log in expected:
         assert found[log] == pytest.approx(expected[log], abs=1e-5, rel=1e-5), log
@@ -359,7 +384,9 @@ PARTS = {
     "two outputs": (X, NETS["two outputs"][2]),
     "two outputs, one masked": (UNEVEN, NETS["two outputs, one masked"][2]),
     "frozen": (X, Y),
+    "metrics": (X, Y),
 }
+PROCESSES = {"accelerator": "cpu", "devices": 2, "strategy": "ddp_spawn"}
 
 
 def fitted(name, **settings):
@@ -379,26 +406,46 @@ def same(one, other):
         assert others[name] == pytest.approx(logs[name], rel=1e-5, abs=1e-6), name
 
 
-@pytest.mark.parametrize("name", sorted(set(PARTS) - {"frozen", "two outputs, one masked"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(PARTS) - {"frozen", "two outputs, one masked", "metrics"})
+)
 def test_accumulated_parts_make_the_update_of_the_whole(name):
     same(fitted(name), fitted(name, batch_size=8, accumulate_grad_batches=2))
 
 
 @pytest.mark.parametrize("name", PARTS)
 def test_two_processes_are_one(name):
-    two = fitted(name, batch_size=8, accelerator="cpu", devices=2, strategy="ddp_spawn")
+    two = fitted(name, batch_size=8, **PROCESSES)
     same(fitted(name), two)
+
+
+def test_workers_have_the_settings_of_keras_and_normalise_over_all_rows():
+    def trained(size, **settings):
+        keras.utils.set_random_seed(7)
+        net = sequential(kl.Dense(6, use_bias=False), kl.BatchNormalization(), Configured())
+        model = compiled(net, sync_batchnorm=True, **settings)
+        rows = slice(56)  # the last batch is a smaller one
+        history = model.fit(
+            X[rows], Y[rows], batch_size=size, epochs=2, shuffle=False, verbose=0
+        ).history
+        return model, history
+
+    before = keras.config.epsilon(), keras.config.image_data_format()
+    keras.config.set_epsilon(0.25), keras.config.set_image_data_format("channels_first")
+    try:
+        same(trained(16), trained(8, **PROCESSES))
+    finally:
+        keras.config.set_epsilon(before[0]), keras.config.set_image_data_format(before[1])
 
 
 def test_workers_that_began_before_the_backend_was_chosen_take_part(monkeypatch):
     end_workers()
-    hardware = {"accelerator": "cpu", "devices": 2, "strategy": "ddp_spawn"}
     with monkeypatch.context() as before:
         before.delenv("KERAS_BACKEND", raising=False)
         model = fitkit.Model(torch.nn.Linear(8, 1))
-        model.compile("sgd", "mse", **hardware)
+        model.compile("sgd", "mse", **PROCESSES)
         model.fit(X, Y, verbose=0)
-    same(fitted("constraints"), fitted("constraints", batch_size=8, **hardware))
+    same(fitted("constraints"), fitted("constraints", batch_size=8, **PROCESSES))
 
 
 def test_two_processes_with_sharded_optimizers_are_one():
@@ -523,7 +570,7 @@ class SaveAt(fitkit.callbacks.Callback):
             self.model.save(self.path)
 
 
-@pytest.mark.parametrize("name", ["noise", "batch norm", "subclass"])
+@pytest.mark.parametrize("name", ["noise", "batch norm", "subclass", "metrics"])
 def test_a_training_that_is_cut_goes_on_with_the_same_numbers(name, tmp_path):
     settings = {"batch_size": 16, "epochs": 3, "verbose": 0}
     whole = compiled(made(name))
@@ -533,7 +580,7 @@ def test_a_training_that_is_cut_goes_on_with_the_same_numbers(name, tmp_path):
     if name == "subclass":  # a file fits what has weights
         resumed.predict(X[:2], verbose=0)
     found = resumed.fit(X, Y, resume_from=tmp_path / "a.h5", **settings).history
-    assert found["loss"] == expected["loss"]
+    assert found == expected
     assert max(differences(whole.net, resumed.net)) == 0
 
 
@@ -627,6 +674,10 @@ def test_an_unsymmetric_loss_gets_target_and_prediction_in_keras_s_order():
         ({"optimizer": lambda: keras.optimizers.SGD(clipnorm=1.0)}, "SGD with clipnorm"),
         ({"loss": lambda: keras.losses.MeanSquaredError(reduction="sum")}, "reduction='sum'"),
         ({"metrics": lambda: [keras.metrics.AUC()]}, "AUC collects batches itself"),
+        (
+            {"learning_rate": lambda: keras.optimizers.schedules.ExponentialDecay(1, 2, 0.5)},
+            "as lr_scheduler",
+        ),
     ],
 )
 def test_keras_s_objects_without_an_equal_one_are_named(arguments, message):
@@ -712,10 +763,39 @@ def test_a_step_of_one_s_own_calls_the_network_in_training():
     assert max(differences(theirs, net)) < 1e-5
 
 
+COMPILED = ["batch norm", "two outputs, one masked", "noise"]
+
+
+@pytest.mark.filterwarnings("ignore:torch's compiler failed")
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_network_trains_as_one_that_is_not(name):
+    _, x, y = NETS[name]
+    nets, logs = [made(name), made(name)], []
+    for net, options in zip(nets, (False, {"backend": "aot_eager"}), strict=True):
+        model = compiled(net, y, jit_compile=options)
+        fitted = model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        logs.append(fitted.history)
+    assert logs[0] == logs[1]
+    assert max(differences(*nets)) < 1e-6
+    is_written = model._modules["net"].calls._is_given_up
+    assert is_written == (name == "noise")  # whose draws torch's compiler leaves out
+
+
+def test_rates_fall_from_layer_to_layer():
+    net = sequential(kl.Dense(4), kl.BatchNormalization(), keras.Sequential([kl.Dense(3)]))
+    model = compiled(net, layer_decay=0.5)
+    model.fit(X, Y, verbose=0)
+    rates = {
+        id(parameter): group["lr"]
+        for group in model._fitkit.fit_state.optimizers[0].param_groups
+        for parameter in group["params"]
+    }
+    found = [rates[id(weight._value)] for weight in net.trainable_weights]
+    assert found == [0.0125] * 4 + [0.025] * 2 + [0.05] * 2
+
+
 REFUSED = {
-    "jit_compile": {"jit_compile": True},
     "memory_format": {"memory_format": "channels_last"},
-    "sync_batchnorm": {"sync_batchnorm": True},
     "fsdp": {"strategy": "fsdp", "accelerator": "cpu", "devices": 2},
     "'dp'": {"strategy": "dp", "accelerator": "cpu", "devices": 2},
     "64-true": {"precision": "64-true"},
@@ -750,18 +830,41 @@ def test_a_keras_layer_inside_a_torch_module_is_said():
         model.fit(X, Y, verbose=0)
 
 
-def test_metrics_that_a_call_updates_are_said():
-    class Counting(kl.Layer):
-        def __init__(self):
-            super().__init__()
-            self.size = keras.metrics.Mean(name="size")
+class Largest(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="largest")
+        self.value = self.add_variable((), "zeros")
 
-        def call(self, inputs):
-            self.size.update_state(ops.mean(inputs))
-            return inputs
+    def update_state(self, values):
+        self.value.assign(ops.maximum(self.value, ops.max(values)))
 
-    with pytest.warns(UserWarning, match="updates Keras's metrics"):
-        compiled(sequential(Counting())).fit(X, Y, verbose=0)
+    def result(self):
+        return self.value + 0
+
+
+class Measuring(kl.Layer):
+    def __init__(self):
+        super().__init__()
+        self.largest = Largest()
+
+    def call(self, inputs):
+        self.largest.update_state(inputs)
+        return inputs
+
+
+def test_a_metric_of_one_s_own_is_logged_on_one_process_and_refused_on_two():
+    found = compiled(sequential(Measuring())).evaluate(X, Y, verbose=0, return_dict=True)
+    assert found["largest"] == pytest.approx(float(X.max()))
+    with pytest.raises(fitkit.ConfigurationError, match="an update_state of its own"):
+        compiled(sequential(Measuring()), **PROCESSES)
+    model = Stepping(sequential(Measuring()))
+    with pytest.warns(UserWarning, match="Keras's metric 'largest'"):
+        model.compile("sgd", learning_rate=0.05)
+
+
+def test_norms_that_can_t_be_synchronised_are_said():
+    with pytest.raises(fitkit.ConfigurationError, match="torch's batch normalisation inside"):
+        compiled(made("torch module"), sync_batchnorm=True)
 
 
 def test_losses_that_can_t_be_weighed_in_parts_are_said():
