@@ -253,6 +253,12 @@ class LightningModel(ServedModel):
                         f"its own. Leave out {name}, or train the network inside the module: "
                         "fitkit.Model(module.net)."
                     )
+        for name in ("learning_rate", "layer_decay", "lr_scheduler"):
+            if self._configures_optimizers and getattr(given, name) is not None:
+                raise refusal(
+                    f"compile was given {name}, but {kind} makes its optimizers in "
+                    "configure_optimizers. Set it there, or give compile the optimizer too."
+                )
         if strategy.replicates:
             raise refusal(
                 f"strategy={strategy.name!r} has replicas of a module in one process, which would "
