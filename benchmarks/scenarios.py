@@ -11,7 +11,7 @@ from benchmarks import checkpoints, ddp, footprint, ranks
 from benchmarks.contest import OURS, Side, against, contest, in_one_process, peers_there
 from benchmarks.measuring import Row
 from benchmarks.tasks import Task
-from fitkit.transforms import CutMix, MixUp, RandomErasing
+from benchmarks.with_fitkit import RECIPES
 
 MLP = "mlp 784 128 10"
 
@@ -143,8 +143,10 @@ def options(length: Length) -> Iterator[Row]:
 def recipes(length: Length) -> Iterator[Row]:
     """Yield what transforms of whole batches cost: each beside fitkit without it."""
     image = Task("CNN, batches of 32", net="cnn", samples=length.of(1280))
-    for transform in (MixUp(0.2), CutMix(1.0), RandomErasing(0.25)):
-        yield beside_itself("recipes", image, {"batch_transforms": [transform]}, length.pairs)
+    for name in RECIPES:
+        changed = dataclasses.replace(image, name=f"{image.name}, {name}", recipe=name)
+        with closing(Side("fitkit", image)) as base, closing(Side("fitkit", changed)) as side:
+            yield against("recipes", base, side, length.pairs)
 
 
 def compiled(length: Length) -> Iterator[Row]:

@@ -34,6 +34,7 @@ class Task:
         monitors: names of fitkit's callbacks that log; a sample counts as 64 tokens.
         epochs: of a run.
         options: further ones of fitkit's and Keras's `compile`.
+        recipe: the name of transforms of fitkit's batches, in `with_fitkit`.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Task:
     monitors: tuple[str, ...] = ()
     epochs: int = 1
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    recipe: str = ""
 
     @property
     def steps(self) -> int:

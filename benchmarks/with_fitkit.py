@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import fitkit
 from benchmarks.loops import Answer, loader_of
 from benchmarks.tasks import Task
+from fitkit.transforms import CutMix, MixUp, RandomErasing
 from fitkit.typing import MetricName, Name
 
 MONITORS: dict[str, Callable[[], Any]] = {
@@ -29,6 +30,14 @@ class Looks(fitkit.callbacks.Callback):
         self.last = batch
 
 
+RECIPES: dict[str, list[Callable[..., Any]]] = {
+    "MixUp": [MixUp(0.2)],
+    "CutMix": [CutMix(1.0)],
+    "RandomErasing": [RandomErasing(0.25)],
+}
+"""Transforms of whole batches, by the name in a task."""
+
+
 def runner(task: Task, net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Answer]:
     """Return a run of the task."""
     model = fitkit.Model(net)
@@ -39,6 +48,7 @@ def runner(task: Task, net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Ans
         loss="cross_entropy",
         metrics=[names[name] for name in task.metrics] or None,
         accelerator="cpu",
+        batch_transforms=RECIPES.get(task.recipe),
         **task.options,
     )
     verbose: Any = "auto" if task.defaults else 0

@@ -100,7 +100,7 @@ class Source:
         return None
 
     def cut_into(self, batch_size: int) -> None:
-        """Make batches of another size from the next pass on. What reads a source is made anew.
+        """Make batches of another size from the next pass on. Its readers must be made again.
 
         Raises:
             ConfigurationError: the data make their own batches.

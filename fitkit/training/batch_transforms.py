@@ -363,7 +363,17 @@ class BatchTransforms:
             with kept_random_numbers(), modes_restored(model), torch.no_grad():
                 model.eval()
                 forward = forward_of(strategy.wrap_for_evaluation(model))
-                outputs = self._compiled.caller(self._compiled.in_precision(forward), x)
+                try:
+                    outputs = self._compiled.caller(self._compiled.in_precision(forward), x)
+                except (NotImplementedError, ConfigurationError) as error:
+                    if self._compiled is self._step:
+                        raise
+                    # Its own steps call parts of it.
+                    raise ConfigurationError(
+                        f"{type(model).__name__} has no forward whose outputs show how many "
+                        "classes there are. Give their number: fitkit.transforms.MixUp(0.2, "
+                        "classes=10)."
+                    ) from error
             named = named_outputs(outputs).items()
             self._outputs = {n: one.shape for n, one in named if isinstance(one, torch.Tensor)}
         shapes = [*self._outputs.values()]

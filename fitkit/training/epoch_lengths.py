@@ -15,7 +15,8 @@ class EpochLengths:
     Args:
         callbacks: the user's.
         source: the whole data, which all ranks share.
-        steps: the batches in the epochs of a rank, if nothing cuts the data anew. None if unknown.
+        steps: the batches in an epoch of a rank, if no callback sets the batch size. None if
+            unknown.
         accumulate: the batches of an update, if no callback says so.
         shares: into how many shares the data are divided.
     """

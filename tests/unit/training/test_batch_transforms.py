@@ -419,6 +419,26 @@ def test_losses_that_take_no_mixed_labels_say_so(loss, words):
         model.fit(X, Y, batch_size=26, verbose=0)
 
 
+def test_a_module_without_a_forward_is_asked_for_the_number_of_classes():
+    class Steps(fitkit.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = net()
+
+        def training_step(self, batch):
+            x, y = batch
+            return functional.cross_entropy(self.inner(x), y)
+
+    for classes in (None, 5):
+        model = Steps()
+        model.compile("sgd", batch_transforms=[MixUp(0.4, classes=classes)])
+        if classes is None:
+            with pytest.raises(fitkit.ConfigurationError, match="classes=10"):
+                model.fit(X, Y, verbose=0)
+        else:
+            model.fit(X, Y, verbose=0)
+
+
 def test_boxes_are_not_mixed():
     boxes = [{"boxes": torch.rand(2, 4)}, {"boxes": torch.rand(1, 4)}]
     for x in (torch.rand(2, 3, 5, 5), [torch.rand(3, 5, 5), torch.rand(3, 6, 6)]):
