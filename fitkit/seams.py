@@ -205,13 +205,13 @@ from fitkit.training.batch_transforms import (
     takes_targets,
 )
 from fitkit.training.compiler import Compiler, NetAlone, PassSteps, Take, Updates
-from fitkit.training.fit import validation_name
 from fitkit.training.own_step import OwnStep, loss_in, said_count
 from fitkit.training.predictions import Elsewhere, reading_on_ranks
 from fitkit.training.settings import parts_of_update
 from fitkit.training.step import CompiledStep, Outcome, is_plain_wrapper, unpacker_of
 from fitkit.training.tally import CarriedTally
 from fitkit.training.update import Update
+from fitkit.training.validation_names import validation_name
 
 __all__ = [
     "CALLBACKS",

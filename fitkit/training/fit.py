@@ -30,7 +30,6 @@ from fitkit.module import Module
 from fitkit.optimizers import warn_of_flags
 from fitkit.progress import Progress
 from fitkit.random_states import kept_random_numbers, random_state, set_random_state
-from fitkit.schedulers import VALIDATION_NAME
 from fitkit.training import unsaved
 from fitkit.training.batch_transforms import BatchTransforms, batch_transforms_of
 from fitkit.training.compiler import Updates, compiler_of
@@ -45,6 +44,7 @@ from fitkit.training.step_context import StepContext, as_current
 from fitkit.training.step_for import Step, step_for
 from fitkit.training.surroundings import rank_source, surroundings
 from fitkit.training.update import updates_for
+from fitkit.training.validation_names import named_values, validation_name
 from fitkit.typing import PlainData, Values
 
 BATCH_HOOKS = (*SHORT_NAMES, *SHORT_NAMES.values())
@@ -677,25 +677,3 @@ class Fit:
             "validation_freq": arguments.validation_freq,
             "verbose": arguments.verbose,
         }
-
-
-def named_values(found: Values, set_name: str) -> Values:
-    """Return a validation's values by their names in an epoch's logs."""
-    named = {validation_name(name, set_name): value for name, value in found.items()}
-    # If a step logs both "x" and "val_x", use "val_x".
-    own = {name: value for name, value in found.items() if VALIDATION_NAME.match(name)}
-    named.update({validation_name(name, set_name): value for name, value in own.items()})
-    return named
-
-
-def validation_name(name: str, set_name: str = "") -> str:
-    """Name a validation's value in an epoch's logs; names like `val_loss` or `valid/f1` stay.
-
-    Args:
-        name: the name that it has in the validation.
-        set_name: the name of the set, if there are several: `val_day_loss`.
-    """
-    found = VALIDATION_NAME.match(name)
-    if not set_name:
-        return name if found else f"val_{name}"
-    return f"val_{set_name}_{(found and name[found.end() :]) or name}"
