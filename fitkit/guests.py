@@ -150,6 +150,7 @@ MODELS.promise(
 TRANSLATORS: Registry[Callable[[str, Any], Any]] = Registry("library")
 """Functions of an argument's name and an object that return what `compile` takes, by package."""
 TRANSLATORS.promise("fitkit.extras.keras_objects:translated", "keras")
+TRANSLATORS.promise("fitkit.extras.library_transforms:translated", "kornia", "torchvision")
 
 
 @dataclasses.dataclass(frozen=True)

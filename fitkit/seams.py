@@ -199,10 +199,10 @@ from fitkit.schedulers import SCHEDULERS, PlannedScheduler
 from fitkit.training.applier import Applier, ScaledApplier
 from fitkit.training.batch_transforms import (
     BatchTransform,
+    FunctionTransform,
     WholeBatch,
-    applied,
+    as_transform,
     name_of,
-    takes_targets,
 )
 from fitkit.training.compiler import Compiler, NetAlone, PassSteps, Take, Updates
 from fitkit.training.own_step import OwnStep, loss_in, said_count
@@ -257,6 +257,7 @@ __all__ = [
     "Elsewhere",
     "Engine",
     "Frozen",
+    "FunctionTransform",
     "Guest",
     "HeldInterrupts",
     "JSONLinesFile",
@@ -306,10 +307,10 @@ __all__ = [
     "WholeBatch",
     "World",
     "WrappedModel",
-    "applied",
     "as_given",
     "as_json",
     "as_parts",
+    "as_transform",
     "batches_of_call",
     "begin_order",
     "beside",
@@ -403,7 +404,6 @@ __all__ = [
     "split",
     "state_of",
     "storable",
-    "takes_targets",
     "together",
     "unpack_batch",
     "unpack_gradients",

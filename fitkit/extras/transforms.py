@@ -12,7 +12,7 @@ import torch
 from fitkit import trees
 from fitkit.arguments import check_count, check_number, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.seams import BatchTransform, WholeBatch, applied, name_of, takes_targets
+from fitkit.seams import BatchTransform, WholeBatch, as_transform, name_of
 from fitkit.typing import Tree
 
 TRIES = 10
@@ -291,9 +291,6 @@ class OneOf(BatchTransform):
                 f"OneOf takes transforms, one after the other: OneOf(MixUp(0.2), CutMix(1.0)). "
                 f"It was given {describe(transforms)}."
             )
-        for transform in transforms:
-            if not isinstance(transform, BatchTransform):
-                takes_targets(transform)
         shares = [1.0] * len(transforms) if weights is None else [*weights]
         for share in shares:
             check_number("weights", share, minimum=0)
@@ -302,7 +299,8 @@ class OneOf(BatchTransform):
                 f"weights={describe(weights)} needs a number of at least 0 for each of the "
                 f"{len(transforms)} transforms, and one above 0."
             )
-        self.transforms = transforms
+        self.transforms: list[BatchTransform] = [as_transform(one) for one in transforms]
+        self.draws_alike: bool = all(one.draws_alike for one in self.transforms)
         self.shares: list[float] = [share / sum(shares) for share in shares]
 
     def __repr__(self) -> str:
@@ -311,7 +309,7 @@ class OneOf(BatchTransform):
     def apply(self, x: Tree, y: Tree, whole: WholeBatch) -> tuple[Tree, Tree]:
         """Return a rank's inputs and targets as the drawn transform changes them."""
         chosen = int(whole.numbers.choice(len(self.transforms), p=self.shares))
-        return applied(self.transforms[chosen], x, y, whole)
+        return self.transforms[chosen].apply(x, y, whole)
 
 
 def _inside(boxes: np.ndarray, height: int, width: int, device: torch.device) -> torch.Tensor:

@@ -16,12 +16,12 @@ from fitkit.arguments import describe
 from fitkit.data.batches import Batch, NoRows, unpack_batch
 from fitkit.distributed.collectives import Collectives, Solo
 from fitkit.errors import ConfigurationError
+from fitkit.guests import as_ours
 from fitkit.modes import modes_restored
 from fitkit.module import Module
 from fitkit.outputs import named_outputs
 from fitkit.random_states import kept_random_numbers
 from fitkit.samples import samples_in
-from fitkit.training.library_transforms import check_library, kornia_keys
 from fitkit.training.step import CompiledStep, forward_of, labels_inside, unpacker_of
 from fitkit.training.step_for import Step
 from fitkit.typing import Tree
@@ -170,6 +170,9 @@ class BatchTransform:
     changes_batches = True
     """Whether it changes any batch. One that doesn't isn't called."""
 
+    draws_alike = True
+    """Whether what it draws is the same on all ranks that compute a batch together."""
+
     @abstractmethod
     def apply(self, x: Tree, y: Tree, whole: WholeBatch) -> tuple[Tree, Tree]:
         """Return a rank's inputs and targets, changed.
@@ -187,23 +190,51 @@ class BatchTransform:
         return self.apply(x, y, WholeBatch(np.random.default_rng(seed), rows, rows))
 
 
-def applied(
-    transform: Callable[..., Any], x: Tree, y: Tree, whole: WholeBatch
-) -> tuple[Tree, Tree]:
-    """Return a batch's inputs and targets as a transform changes them."""
-    if isinstance(transform, BatchTransform):
-        return transform.apply(x, y, whole)
-    if whole.is_first:
-        check_library(transform, x, y)
-    if not takes_targets(transform):
-        return transform(x), y
-    found = transform(x, y)
-    if not isinstance(found, (tuple, list)) or len(found) != 2:
-        raise ConfigurationError(
-            f"The batch transform {name_of(transform)} was called with (x, y) and returned "
-            f"{describe(found)}. It must return (x, y)."
+class FunctionTransform(BatchTransform):
+    """A function as a batch transform. What it draws comes from torch's generator of each rank.
+
+    Args:
+        function: of (x, y), which returns both, or of x alone.
+        takes_targets: which of both. Default None: its signature says.
+
+    Raises:
+        ConfigurationError: it can't be called with one or two tensors.
+    """
+
+    draws_alike = False
+
+    def __init__(self, function: Callable[..., Any], takes_targets: bool | None = None) -> None:
+        self.function = function
+        self.takes_targets: bool = (
+            is_of_targets(function) if takes_targets is None else takes_targets
         )
-    return found[0], found[1]
+        self.__name__: str = name_of(function)
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+    def apply(self, x: Tree, y: Tree, whole: WholeBatch) -> tuple[Tree, Tree]:
+        """Return a rank's inputs and targets, changed."""
+        if not self.takes_targets:
+            return self.function(x), y
+        found = self.function(x, y)
+        if not isinstance(found, (tuple, list)) or len(found) != 2:
+            raise ConfigurationError(
+                f"The batch transform {name_of(self)} was called with (x, y) and returned "
+                f"{describe(found)}. It must return (x, y)."
+            )
+        return found[0], found[1]
+
+
+def as_transform(given: object) -> BatchTransform:
+    """Return what a user gave as a batch transform: one of fitkit's, a library's, a function.
+
+    Raises:
+        ConfigurationError: it can't be called with one or two tensors, or as a library's one
+            returns what no loss takes.
+    """
+    ours = as_ours("batch_transforms", given)
+    return ours if isinstance(ours, BatchTransform) else FunctionTransform(ours)
 
 
 def name_of(transform: object) -> str:
@@ -211,15 +242,12 @@ def name_of(transform: object) -> str:
     return str(getattr(transform, "__name__", type(transform).__name__))
 
 
-def takes_targets(transform: Callable[..., Any]) -> bool:
-    """Whether a transform is called with (x, y); otherwise with x alone, as Kornia's modules.
+def is_of_targets(transform: Callable[..., Any]) -> bool:
+    """Whether a function is called with (x, y); otherwise with x alone.
 
     Raises:
         ConfigurationError: it can't be called with one or two tensors.
     """
-    keys = kornia_keys(transform)
-    if keys is not None and len(keys) < 3:
-        return len(keys) == 2
     called = transform.forward if isinstance(transform, torch.nn.Module) else transform
     try:
         given = [*inspect.signature(called).parameters.values()]
@@ -278,7 +306,7 @@ class BatchTransforms:
         first: the updates before the training; a resumed one has those before it was cut.
     """
 
-    def __init__(self, model: Module, step: Step, transforms: Sequence[Callable[..., Any]]) -> None:
+    def __init__(self, model: Module, step: Step, transforms: Sequence[BatchTransform]) -> None:
         compilation = model._fitkit.compilation
         self._model, self._step = model, step
         self._compiled: CompiledStep = (
@@ -291,10 +319,10 @@ class BatchTransforms:
                 "The run has batch transforms, but transfer_batch_to_device brings the batches "
                 "to the device within the step. Call the transforms there, or leave the hook out."
             )
-        plain = [t for t in self._transforms if not isinstance(t, BatchTransform)]
-        if plain and compilation.strategy.ranks_per_batch > 1:
+        apart = [transform for transform in transforms if not transform.draws_alike]
+        if apart and compilation.strategy.ranks_per_batch > 1:
             raise ConfigurationError(
-                f"Several ranks compute each batch together, but {name_of(plain[0])} draws on each "
+                f"Several ranks compute each batch together, but {name_of(apart[0])} draws on each "
                 "rank by itself. Write a fitkit.transforms.BatchTransform, which draws alike."
             )
         self._unpack = unpacker_of(model)
@@ -333,7 +361,7 @@ class BatchTransforms:
             is_first=self._is_first,
         )
         for transform in self._transforms:
-            x, y = applied(transform, x, y, whole)
+            x, y = transform.apply(x, y, whole)
         changed = put_back(x, y)
         if self._is_first:
             self._is_first = False
@@ -420,9 +448,9 @@ def batch_transforms_of(
         step: of the training.
         callbacks: of the run. Those that are transforms come first.
     """
-    given: list[Callable[..., Any]] = [
+    given: list[object] = [
         *(callback for callback in callbacks if isinstance(callback, BatchTransform)),
         *(model._fitkit.compilation.given.batch_transforms or ()),
     ]
-    transforms = [one for one in given if getattr(one, "changes_batches", True)]
+    transforms = [one for one in map(as_transform, given) if one.changes_batches]
     return BatchTransforms(model, step, transforms) if transforms else None
