@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fitkit
+from fitkit import ConfigurationError
 from fitkit.losses.loss import resolve
 
 SAMPLES, BATCH = 75, 8  # a last batch of 3
@@ -174,12 +175,13 @@ def test_weights_for_the_places_of_a_batch():
 
 
 @pytest.mark.parametrize("loss", ["hinge", "squared_hinge"])
-def test_labels_that_a_batch_reads_together(loss):
-    y = (torch.arange(9 * BATCH) // 24 - 1.0).reshape(-1, 1)  # batches of -1, of 0, of 1
+def test_labels_of_which_batches_have_one_kind_each(loss):
+    y = (torch.arange(9 * BATCH) // 24 % 2 * 1.0).reshape(-1, 1)  # batches of 0, of 1, of 0
     x, net = torch.randn(9 * BATCH, 4), nn.Linear(4, 1)
-    signs = torch.tensor([-1.0, -1.0, 1.0]).repeat_interleave(24).reshape(-1, 1)
-    values = F.relu(1 - signs * net(x)) ** (2 if loss == "squared_hinge" else 1)
+    values = F.relu(1 - (2 * y - 1) * net(x)) ** (2 if loss == "squared_hinge" else 1)
     assert loss_of(net, loss, x, y) == pytest.approx(values.mean().item())
+    with pytest.raises(ConfigurationError):  # of both ways to write labels
+        loss_of(net, loss, x, (torch.arange(9 * BATCH) // 24 - 1.0).reshape(-1, 1))
 
 
 def test_a_loss_to_which_one_dimension_is_one_sample():
