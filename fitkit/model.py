@@ -908,6 +908,7 @@ class Model(Module):
     def effective_batch_size(self) -> int | None:
         """Samples per step, over all devices and nodes. None before `fit` has seen data.
 
+        Accumulation isn't counted: an update of `accumulate_grad_batches=4` has four times as many.
         If you gave `compile(effective_batch_size=…)`, it is that number: samples per update.
         """
         asked = self._fitkit.compilation.given.effective_batch_size

@@ -37,9 +37,11 @@ NAME = re.compile(r"backup-(\d{6,})\.(?:h5|dcp)")
 class BackupAndRestore(Callback):
     """Saves the whole training regularly, so that the same command continues it when run again.
 
-    Nothing is repeated or skipped: weights, optimizer, schedulers, data order and random numbers
-    are as if the training had never stopped. The backups are deleted when `fit` has ended. A
-    backup takes precedence over the `resume_from=path` that its training started from.
+    Weights, optimizer, schedulers, data order and random numbers are as if the training had never
+    stopped. One exception: within an epoch, `DataLoader` workers begin their random numbers again.
+    After a kill, what came after the last backup is computed again. The backups are deleted when
+    `fit` has ended. A backup takes precedence over the `resume_from=path` that its training
+    started from.
 
     While `fit` runs in the main thread, it handles SIGTERM, and SIGUSR1 in a SLURM batch job. All
     ranks finish the current step, save, and exit with status 143 (or 138). After SIGUSR1,
@@ -49,8 +51,8 @@ class BackupAndRestore(Callback):
     Args:
         backup_dir: a folder for this training only, or its URL (`s3://…`). It is created if
             needed. If you use several nodes, they must share it.
-        save_freq: `"epoch"` (default), a number of batches, counted across epochs, or False to
-            save only on a signal.
+        save_freq: `"epoch"` (default: at the end of each), a number of batches, counted across
+            epochs, or False to save only on a signal.
         double_checkpoint: Keras's spelling of `keep=2`. Default False.
         delete_checkpoint: whether to delete the backups when `fit` has ended. Default True.
         keep: how many backups to keep. If the newest is damaged, the one before it is used, with a
