@@ -3,6 +3,7 @@
 Programs of their own where a test ends a process or leaves the card broken in it.
 """
 
+import gc
 import json
 import os
 import signal
@@ -122,7 +123,11 @@ def test_logged_memory_is_what_the_machine_says():
 @pytest.mark.parametrize("name", sorted(NETS))
 def test_a_plan_is_near_what_training_takes(name):
     """Within 15 % of torch's peak, whether the net is on the card already or not."""
-    task = NETS[name](small=IS_SIMULATED)
+    if IS_SIMULATED and name != "mlp":
+        pytest.skip("the CPU's kernels hold for a moment what a card's don't")
+    gc.collect()
+    others = torch.cuda.memory_allocated()  # what other tests hold
+    task = NETS[name]()
     torch.manual_seed(0)
     model = fitkit.Model(task.net())
     model.compile("adam", "cross_entropy", accelerator="gpu", devices=1)
@@ -133,10 +138,8 @@ def test_a_plan_is_near_what_training_takes(name):
     assert after == before
     torch.cuda.reset_peak_memory_stats()
     model.fit([batch] * 3, verbose=0)
-    measured = torch.cuda.max_memory_allocated()
-    # Small nets on the CPU's kernels: what one operation holds for a moment is as much as the rest.
-    near = 1.5 if IS_SIMULATED else 0.15
-    assert measured / (1 + near) < after.memory < measured * (1 + near), (after, measured)
+    measured = torch.cuda.max_memory_allocated() - others
+    assert after.memory == pytest.approx(measured, rel=0.15), after
 
 
 class Interrupt(Callback):
