@@ -148,8 +148,10 @@ def enter(
 def leave() -> None:
     """Leave the process group, without waiting for ranks that may be gone."""
     global _own_group, _group_store
+    held = _groups_of_tensors()
     if dist.is_initialized():
         dist.destroy_process_group()
+        _let_go(held)
     else:  # A group that couldn't be made counts, and the next one's name must be new ranks', too.
         dist.distributed_c10d._world.group_count = 0
     while _variables:
@@ -159,6 +161,36 @@ def leave() -> None:
         else:
             os.environ[name] = before
     _own_group = _group_store = None
+
+
+def _groups_of_tensors() -> list[Any]:
+    """Let torch forget what it has cached for this thread's `DTensor`s.
+
+    If another thread forks a process, as for the workers of a `DataLoader`, Python clears there
+    what this thread has for itself. A group that only torch's cache holds would be destroyed in
+    the forked process, where gloo's destructor can wait for threads that aren't there.
+
+    Returns:
+        The groups besides that of all ranks, which the caller lets go.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return []
+    from torch.distributed.tensor import debug
+
+    held = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    debug._clear_python_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
+    return held
+
+
+def _let_go(held: list[Any]) -> None:
+    """Forget groups that were destroyed.
+
+    Gloo's destructor waits for an exchange that a failure broke, up to its timeout. A thread waits
+    in its place.
+    """
+    if held:
+        threading.Thread(target=held.clear, name="fitkit-left-group", daemon=True).start()
 
 
 def _stay_on_this_machine() -> None:
@@ -245,9 +277,7 @@ class RankGroup:
         held, self.handle = [self.handle], None
         if held[0] is not None and dist.is_initialized():
             dist.destroy_process_group(held[0])
-            # Gloo's destructor waits for an exchange that a failure broke, up to its timeout.
-            # A thread waits in its place.
-            threading.Thread(target=held.clear, name="fitkit-left-group", daemon=True).start()
+            _let_go(held)
 
 
 def _open_connections() -> set[tuple[int, int]]:
