@@ -60,10 +60,6 @@ class Outcome:
     target: Any = None
     weight: Any = None
 
-    def showing(self, outputs: Any, target: Any, weight: Any) -> Outcome:
-        """Return the same outcome with values that lie elsewhere."""
-        return dataclasses.replace(self, outputs=outputs, target=target, weight=weight)
-
     @property
     def counts_apart(self) -> bool:
         """Whether the terms are means over different things."""
@@ -243,8 +239,14 @@ class CompiledStep:
             outcome = self.compute(self.in_precision(model), x, y, weight, is_part=is_part)
         if counts:
             with self._replicas, torch.no_grad():
-                found = self._brought((outcome.outputs, outcome.target, outcome.weight))
-                self.measure(outcome.showing(*found), samples_in(x, y))
+                shown = outcome
+                if isinstance(self.wrapped, ReplicatedModel):
+                    values = (outcome.outputs, outcome.target, outcome.weight)
+                    outputs, y_shown, weight = self._brought(values)
+                    shown = dataclasses.replace(
+                        outcome, outputs=outputs, target=y_shown, weight=weight
+                    )
+                self.measure(shown, samples_in(x, y))
         return outcome
 
     def _brought(self, values: Tree) -> Any:
@@ -356,8 +358,7 @@ class CompiledStep:
         self.logbook.samples = samples = batch.samples
         if samples == 0:
             return
-        if self._guest is not None:
-            self._guest.measure(self.logbook.logged)
+        self._guest.measure(self.logbook.logged)
         if outcome.loss is not None:
             count = outcome.count
             if self._sequences is not None:  # each rank records the same
