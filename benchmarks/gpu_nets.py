@@ -43,7 +43,7 @@ def resnet(*, small: bool = False) -> Task:
     width, size = (8, 8) if small else (64, 128)
     return Task(
         "ResNet-18",
-        lambda: ResNet18(width),
+        lambda: resnet_18(width),
         lambda: (torch.randn(size, 3, 32, 32), torch.randint(0, 10, (size,))),
     )
 
@@ -63,7 +63,7 @@ def resnet50(*, small: bool = False) -> Task:
     width, size, side = (8, 4, 32) if small else (64, 64, 224)
     return Task(
         "ResNet-50",
-        lambda: ResNet50(width),
+        lambda: resnet_50(width),
         lambda: (torch.randn(size, 3, side, side), torch.randint(0, 1000, (size,))),
         steps=10,
     )
@@ -90,22 +90,17 @@ NETS: dict[str, Callable[..., Task]] = {
 }
 
 
-class Bottleneck(nn.Module):
-    """Three convolutions, the middle one a quarter as wide, beside a shortcut (He et al. 2015)."""
+class Residual(nn.Module):
+    """Convolutions beside a shortcut (He et al. 2015, arXiv:1512.03385).
 
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
+    Args:
+        body: (B, inputs, H, W) to (B, outputs, H / stride, W / stride).
+        inputs, outputs, stride: of the body.
+    """
+
+    def __init__(self, body: nn.Module, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        outputs = 4 * width
-        self.body = nn.Sequential(
-            nn.Conv2d(inputs, width, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, width, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, outputs, 1, bias=False),
-            nn.BatchNorm2d(outputs),
-        )
+        self.body = body
         self.shortcut: nn.Module = nn.Identity()
         if stride > 1 or inputs != outputs:
             self.shortcut = nn.Sequential(
@@ -113,38 +108,91 @@ class Bottleneck(nn.Module):
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, inputs, H, W) to (B, 4 width, H / stride, W / stride)."""
+        """Return the body's outputs, with the shortcut's added."""
         return torch.relu(self.body(x) + self.shortcut(x))
 
 
-class ResNet50(nn.Module):
-    """Sixteen bottlenecks in four widths.
+def block(inputs: int, width: int, stride: int) -> Residual:
+    """Return two convolutions."""
+    body = nn.Sequential(
+        nn.Conv2d(inputs, width, 3, stride, 1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(width, width, 3, 1, 1, bias=False),
+        nn.BatchNorm2d(width),
+    )
+    return Residual(body, inputs, width, stride)
+
+
+def bottleneck(inputs: int, width: int, stride: int) -> Residual:
+    """Return three convolutions, of which the last is four times as wide."""
+    body = nn.Sequential(
+        nn.Conv2d(inputs, width, 1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(width, width, 3, stride, 1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(width, 4 * width, 1, bias=False),
+        nn.BatchNorm2d(4 * width),
+    )
+    return Residual(body, inputs, 4 * width, stride)
+
+
+class ResNet(nn.Module):
+    """Blocks in four widths.
 
     Args:
-        width: channels of the first; 64 in the paper.
+        stem: (B, 3, H, W) to (B, width, …).
+        make: makes a block from its inputs' channels, its width and its stride.
+        width: channels of the first blocks; 64 in the paper.
+        counts: the blocks of each width.
+        widened: by what a block's outputs are wider than its width.
+        classes: how many.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(
+        self,
+        stem: nn.Module,
+        make: Callable[[int, int, int], Residual],
+        width: int,
+        counts: tuple[int, ...],
+        widened: int,
+        classes: int,
+    ) -> None:
         super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, width, 7, 2, 3, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.MaxPool2d(3, 2, 1),
-        )
+        self.stem = stem
         blocks, inputs = [], width
-        for level, count in enumerate((3, 4, 6, 3)):
+        for level, count in enumerate(counts):
             for number in range(count):
-                blocks.append(
-                    Bottleneck(inputs, width * 2**level, 2 if level and not number else 1)
-                )
-                inputs = 4 * width * 2**level
+                stride = 2 if level and not number else 1
+                blocks.append(make(inputs, width * 2**level, stride))
+                inputs = widened * width * 2**level
         self.blocks = nn.Sequential(*blocks)
-        self.head = nn.Linear(inputs, 1000)
+        self.head = nn.Linear(inputs, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, 3, H, W) to (B, 1000)."""
+        """(B, 3, H, W) to (B, classes)."""
         return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+def resnet_18(width: int) -> ResNet:
+    """Return a ResNet-18 for small images."""
+    stem = nn.Sequential(
+        nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
+    )
+    return ResNet(stem, block, width, (2, 2, 2, 2), 1, 10)
+
+
+def resnet_50(width: int) -> ResNet:
+    """Return a ResNet-50 as for ImageNet."""
+    stem = nn.Sequential(
+        nn.Conv2d(3, width, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2, 1),
+    )
+    return ResNet(stem, bottleneck, width, (3, 4, 6, 3), 4, 1000)
 
 
 class Layer(nn.Module):
@@ -192,55 +240,6 @@ class GPT(nn.Module):
         """(B, T) tokens to (B, words, T), as `cross_entropy` takes it."""
         known = self.last(self.layers(self.words(x) + self.places))
         return nn.functional.linear(known, self.words.weight).transpose(1, 2)
-
-
-class Block(nn.Module):
-    """Two convolutions beside a shortcut (He et al. 2015, arXiv:1512.03385)."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(outputs),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(outputs),
-        )
-        self.shortcut: nn.Module = nn.Identity()
-        if stride > 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
-            )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, inputs, H, W) to (B, outputs, H / stride, W / stride)."""
-        return torch.relu(self.body(x) + self.shortcut(x))
-
-
-class ResNet18(nn.Module):
-    """Eight blocks in four widths.
-
-    Args:
-        width: channels of the first; 64 in the paper.
-    """
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
-        )
-        blocks, inputs = [], width
-        for level in range(4):
-            for number in range(2):
-                stride = 2 if level and not number else 1
-                blocks.append(Block(inputs, width * 2**level, stride))
-                inputs = width * 2**level
-        self.blocks = nn.Sequential(*blocks)
-        self.head = nn.Linear(inputs, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, 3, H, W) to (B, 10)."""
-        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
 
 
 class Transformer(nn.Module):
