@@ -94,6 +94,7 @@ CODES = {
     "FK059": "no folder for a file",
     "FK060": "entries that disagree on a batch's samples",
     "FK061": "a loss that sums over a batch",
+    "FK064": "forked processes that never begin",
     "FK065": "a teacher that can't teach",
     "FK070": "a copy of a model that the ranks hold in parts",
     "FK071": "a callback in two running calls of fit",

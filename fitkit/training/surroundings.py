@@ -25,6 +25,7 @@ from fitkit.modes import in_use, modules_of, set_mode, weights_cast_anew
 from fitkit.module import Module, is_metric
 from fitkit.training.compiler import compiler_of
 from fitkit.training.explain import explanation
+from fitkit.training.forks import FORK, Begun
 from fitkit.training.memory_layout import laid_out, match_strides
 from fitkit.training.step import counter_of
 from fitkit.training.step_context import StepContext, as_current
@@ -53,6 +54,7 @@ def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Ite
         if torch.is_autocast_enabled(compilation.strategy.device.type):  # the caller's
             stack.enter_context(weights_cast_anew())
         stack.enter_context(current(compilation.strategy.device))
+        stack.enter_context(FORK.held(Begun))
         if verb == "fit":  # train_on_batch does this itself
             stack.enter_context(unchanged_on_error(model))
         try:

@@ -11,7 +11,7 @@ import torch
 
 
 class ProcessFlag:
-    """Sets one of torch's process-wide flags for the length of calls.
+    """Sets what is one for the whole process, such as a flag of torch's, for the length of calls.
 
     Calls may nest, and calls in several threads may overlap. The call that began last decides the
     flag's value. When the last call ends, the value that the first call found is restored.
