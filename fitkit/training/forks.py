@@ -33,6 +33,12 @@ LIMIT_S = 300
 LOOK_S = 0.25
 """Between two looks at a process that hasn't begun."""
 
+_ADVICE = (
+    "Such a process waits for a lock that another thread held at the fork. "
+    + ("Use Python 3.11.10 or later, or w" if sys.version_info < (3, 11, 10) else "W")
+    + 'rite DataLoader(multiprocessing_context="forkserver"), whose workers have no such locks.'
+)
+
 
 class Begun(popen_fork.Popen):
     """A forked process that has begun to run Python code. One that never begins is replaced.
@@ -54,9 +60,13 @@ class Begun(popen_fork.Popen):
             if has_begun:
                 return
             if attempt == 0:
-                warn(f"{_what_happened(process_obj)} Another one takes its place. {_ADVICE}")
+                warn(
+                    f"{process_obj.name} was forked and never began. Another one takes its place. "
+                    f"{_ADVICE}"
+                )
         raise FitkitError(
-            f"{_what_happened(process_obj)} So did {TRIES - 1} others in its place. {_ADVICE}",
+            f"{process_obj.name} was forked and never began, nor did {TRIES - 1} others in its "
+            f"place. {_ADVICE}",
             code="FK064",
         )
 
@@ -136,18 +146,6 @@ def _computed_asleep(pid: int) -> float:
     except OSError:
         return 0
     return int(fields[11]) + int(fields[12]) if fields[0] == "S" else math.nan
-
-
-def _what_happened(process: Any) -> str:
-    return (
-        f"{process.name} was forked and never began. It seems to wait for a lock that another "
-        "thread held at that moment."
-    )
-
-
-_ADVICE = (
-    "Use Python 3.11.10 or later, or w" if sys.version_info < (3, 11, 10) else "W"
-) + 'rite DataLoader(multiprocessing_context="forkserver"), whose workers have no such locks.'
 
 
 def _put(popen: Any) -> None:

@@ -54,7 +54,8 @@ def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Ite
         if torch.is_autocast_enabled(compilation.strategy.device.type):  # the caller's
             stack.enter_context(weights_cast_anew())
         stack.enter_context(current(compilation.strategy.device))
-        stack.enter_context(FORK.held(Begun))
+        if not verb.endswith("_on_batch"):  # those read no data
+            stack.enter_context(FORK.held(Begun))
         if verb == "fit":  # train_on_batch does this itself
             stack.enter_context(unchanged_on_error(model))
         try:
