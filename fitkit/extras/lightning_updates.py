@@ -116,7 +116,7 @@ class HookedUpdates:
         self.batch_idx = index
         if self._steps is not None:
             self.is_last = index + 1 == self._steps
-        moved = hooks.begin_batch(model, batch.data) if hooks.moves else None
+        moved = hooks.begin_batch(model, batch) if hooks.moves else None
         self._ends = hooks.ask("on_train_batch_start", moved, index) == -1
         if not self._ends:
             self._updates(batch, index)

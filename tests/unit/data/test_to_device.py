@@ -65,9 +65,9 @@ class Copying(Transfer):
         self.streams = streams
         self.pin = streams.pinned
 
-    def __call__(self, batch):
+    def __call__(self, batch, *, is_lent):
         self.streams.events.append(("copy", self.streams.is_aside))
-        return super().__call__(batch)
+        return super().__call__(batch, is_lent=is_lent)
 
 
 def test_a_batch_is_copied_aside_and_waited_for_where_it_is_used():
@@ -107,7 +107,7 @@ def test_shares_keep_their_counts_and_what_is_fed_is_not_moved_again():
     (given,) = Mover(transfer, streams=lambda device: streams).bring_each(iter([share]))
     assert (given.samples, given.total) == (2, 5)
     assert given.data[0].dtype == torch.float32
-    assert transfer(given.data) is given.data
+    assert not given.is_lent and transfer(given.data, is_lent=False) is given.data
 
 
 class OnlyTo:
