@@ -164,7 +164,7 @@ class Transfer:
         if isinstance(leaf, torch.Tensor):
             dtype = self.float_dtype if leaf.is_floating_point() else leaf.dtype
             moved = self._laid_out(self._sent(leaf, dtype, is_lent))
-            return own_copy(moved) if is_lent and moved is leaf else moved
+            return own_copy(moved) if is_lent and _share(moved, leaf) else moved
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
             return self._input(is_lent, as_tensors(leaf, "x", self.float_dtype))
         return self._object(is_lent, leaf, self._input)
@@ -174,7 +174,7 @@ class Transfer:
             dtype = self.wide_dtype if leaf.is_floating_point() else leaf.dtype
             dtype = torch.int64 if dtype in SMALL_INTEGERS else dtype
             moved = self._sent(leaf, dtype, is_lent)
-            return own_copy(moved) if is_lent and moved is leaf else moved
+            return own_copy(moved) if is_lent and _share(moved, leaf) else moved
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
             return self._target(is_lent, as_tensors(leaf, "y", self.wide_dtype, target=True))
         return self._object(is_lent, leaf, self._target)
@@ -206,6 +206,14 @@ class Transfer:
         if self.memory_format is None or tensor.ndim != 4 or not tensor.is_floating_point():
             return tensor
         return tensor.contiguous(memory_format=self.memory_format)
+
+
+def _share(moved: torch.Tensor, given: torch.Tensor) -> bool:
+    """Whether a tensor that was moved still has the memory that it had."""
+    if moved is given or type(given) is torch.Tensor:
+        return moved is given
+    # A subclass may return itself in a new object.
+    return moved.device == given.device and moved.data_ptr() == given.data_ptr()
 
 
 class Streams:

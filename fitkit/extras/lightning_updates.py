@@ -260,6 +260,7 @@ class HookedUpdate(Update):
         completes = self._batches + 1 == self.accumulate or self._model.is_last_batch
         if not (completes and self._hooks.has("optimizer_step")):
             return self._learned(batch, index, **options)
+        batch.is_lent = True  # the hook may compute it several times
         step = OptimizerStep(self, partial(self._learned, batch, index, **options))
         updates = self._fit_state.updates
         self._hooks.call(
