@@ -110,6 +110,7 @@ from fitkit.data.sources import (
     length_of,
     make_source,
 )
+from fitkit.data.to_device import own_data
 from fitkit.distributed.cluster import detect
 from fitkit.distributed.collectives import (
     Collectives,
@@ -373,6 +374,7 @@ __all__ = [
     "optimizers_of",
     "overload",
     "overridden",
+    "own_data",
     "pack_gradients",
     "parent",
     "parent_of",

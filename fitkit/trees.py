@@ -156,6 +156,14 @@ def copied(tree: Given) -> Given:
     return copies
 
 
+def cloned(tree: Given) -> Given:
+    """Return a tree with copies of its tensors, through which gradients flow. Other leaves stay."""
+    clones: Given = map_leaves(
+        lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree
+    )
+    return clones
+
+
 def kept(tree: Any) -> Any:
     """Return a tree that may be kept for longer than the batch that it comes from.
 

@@ -361,9 +361,15 @@ MOST_AT_ONCE = 2**22
 A compiled step of a net 32-64-10 takes 0.9 of the time if 32 batches are selected at once.
 """
 
-VIEWS = 256
-"""How many batches are sliced at once. This takes half the time of one by one, and about
-0.1 MB."""
+MOST_COPIED = 2**18
+"""How many bytes of batches are copied in their order at once, at most, unless one batch has more.
+
+Copies of small batches then cost no more than views of the data. More bytes would leave the cache
+before their step.
+"""
+
+AT_ONCE = 256
+"""How many batches are copied in their order at once, or their indices sent to a device."""
 
 
 MOST_BYTES = 1 << 22
@@ -388,11 +394,11 @@ def fingerprints(tree: Any) -> dict[str, str]:
 
 
 SELECTED_AHEAD = Shortcut("rows of several batches selected at once")
-SLICED_AHEAD = Shortcut("several batches sliced at once")
+COPIED_AHEAD = Shortcut("several batches copied at once, in their order")
 
 
 class ArraySource(Source):
-    """Batches cut from in-memory tensors, without collating single samples.
+    """Batches copied from in-memory tensors, without collating single samples.
 
     Args:
         batch: `(x,)`, `(x, y)` or `(x, y, weight)`: trees of tensors of shape (N, ...).
@@ -407,6 +413,8 @@ class ArraySource(Source):
     at the first shuffled pass. Nothing else draws from that generator. For `permutation.MANY` or
     more samples the order is computed, otherwise kept in memory.
     """
+
+    lends = False
 
     def __init__(
         self, batch: tuple[Any, ...], batch_size: int, shuffle: bool | str = False
@@ -450,11 +458,11 @@ class ArraySource(Source):
     def _read_ahead(self, chosen: Iterator[torch.Tensor], at_once: int) -> Iterator[Any]:
         while block := list(itertools.islice(chosen, at_once)):
             rows, lengths = torch.cat(block), [part.shape[0] for part in block]
-            picked = [select_rows(tensor, rows).split(lengths) for tensor in self.batch]
+            picked = [_apart(select_rows(tensor, rows), lengths) for tensor in self.batch]
             yield from zip(*picked, strict=True)
 
     def _batch_bytes(self) -> int:
-        """Return the memory of a batch whose rows are copied on a CPU; a very large number for
+        """Return the memory of a batch whose rows are selected on a CPU; a very large number for
         others.
         """
         if not self._flat or not all(part.is_cpu for part in self.batch):
@@ -463,14 +471,16 @@ class ArraySource(Source):
 
     def _in_order(self, skip: int) -> Iterator[Any]:
         size, samples = self.batch_size or 1, self.samples or 0
-        if self._flat and SLICED_AHEAD.is_on:
+        if self._flat and COPIED_AHEAD.is_on:
+            batch_bytes = trees.tensor_bytes(self.batch) * size // max(samples, 1) + 1
+            rows = max(min(AT_ONCE, MOST_COPIED // batch_bytes), 1) * size
             parts = (
-                [tensor[start : start + VIEWS * size].split(size) for tensor in self.batch]
-                for start in range(skip * size, samples, VIEWS * size)
+                [_apart(tensor[start : start + rows].clone(), size) for tensor in self.batch]
+                for start in range(skip * size, samples, rows)
             )
-            return itertools.chain.from_iterable(zip(*views, strict=True) for views in parts)
+            return itertools.chain.from_iterable(zip(*batches, strict=True) for batches in parts)
         starts = range(skip * size, samples, size)
-        return (samples_between(self.batch, start, start + size) for start in starts)
+        return (trees.copied(samples_between(self.batch, start, start + size)) for start in starts)
 
     def _near(self, chosen: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Yield the batches' indices on the data's device, sent at once, or in parts if very
@@ -480,7 +490,7 @@ class ArraySource(Source):
         if not isinstance(first, torch.Tensor) or first.device.type == "cpu":
             yield from rest
             return
-        at_once = None if self.samples < permutation.MANY else VIEWS
+        at_once = None if self.samples < permutation.MANY else AT_ONCE
         while block := list(itertools.islice(rest, at_once)):
             whole = torch.cat(block).to(first.device, non_blocking=True)
             yield from whole.split([len(part) for part in block])
@@ -514,6 +524,19 @@ class ArraySource(Source):
         """Return the seed of all passes, drawn once from torch's global generator."""
         self.seed = int(torch.empty((), dtype=torch.int64).random_().item())
         return self.seed
+
+
+def _apart(tensor: torch.Tensor, rows: int | list[int]) -> Sequence[torch.Tensor]:
+    """Cut a new tensor into batches, which may be written into as if each were alone.
+
+    Torch's `split` gives views. It refuses some writes into them, and counts others as writes into
+    all of them, so that a graph of an earlier batch could no longer be differentiated.
+
+    Args:
+        rows: those of each batch, or of all but the last.
+    """
+    split = torch.unsafe_split if isinstance(rows, int) else torch.unsafe_split_with_sizes
+    return split(tensor, rows)
 
 
 def select_rows(tensor: Any, chosen: torch.Tensor) -> torch.Tensor:

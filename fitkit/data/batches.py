@@ -43,11 +43,14 @@ class Batch:
         data: the batch, as the user's data gave it.
         samples: its samples; 0 if it only fills a rank's place, and doesn't count.
         total: the samples of all ranks in this step.
+        is_lent: whether other code may have its memory, such as the user's. A step may write into a
+            batch, so it gets a copy of one that is lent.
     """
 
     data: Any
     samples: int
     total: int
+    is_lent: bool = True
 
 
 class NoRows:
@@ -71,8 +74,12 @@ class Source:
         whole: all ranks' data, if this is one rank's shard of them; otherwise the source itself.
         limit: the most batches of a pass that all ranks get, if it ends there by itself.
         transfer: moves a batch to a device in the model's place; None leaves that to the model.
+        lends: whether other code may have the memory of its batches.
+        pins: whether a pinned tensor in its batches is a new one each time.
     """
 
+    lends = True
+    pins = False
     limit: int | None = None
     transfer: Callable[[Any, torch.device], Any] | None = None
     samples: int | None = None
@@ -171,6 +178,7 @@ class CountedSource(Source):
         self.samples, self.batch_size = source.samples, source.batch_size
         self.steps, self.repeatable = source.steps, source.repeatable
         self.own_state, self.limit = source.own_state, source.limit
+        self.lends = source.lends
 
     @property
     def target(self) -> Any:
@@ -189,17 +197,17 @@ class CountedSource(Source):
         batches = source.batches(number, skip)
         if (samples := source.sizes(skip)) is None or (total := source.sizes(skip)) is None:
             return self._counted(batches)
-        return map(Batch, batches, samples, total)
+        return map(Batch, batches, samples, total, itertools.repeat(self.lends))
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        samples_of = self._samples_of
+        samples_of, is_lent = self._samples_of, self.lends
         for data in batches:
             if data is NoRows:
                 yield data
             else:
                 rows = plain_rows(data)
                 samples = samples_of(data) if rows is None else rows
-                yield Batch(data, samples, samples)
+                yield Batch(data, samples, samples, is_lent)
 
 
 def unpack_batch(batch: Any) -> tuple[Any, Any, Any]:

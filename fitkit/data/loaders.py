@@ -180,6 +180,16 @@ def iterate(loader: DataLoader[Any], number: int) -> Iterator[Any]:
     return batches
 
 
+def pins_new_memory(loader: DataLoader[Any]) -> bool:
+    """Whether a pinned tensor in a loader's batches is a new one, which nobody fills again.
+
+    `pin_memory=True` copies tensors, but for those that are pinned already. Such ones come neither
+    from workers nor from torch's own collate.
+    """
+    is_new = loader.num_workers > 0 or loader.collate_fn is default_collate
+    return loader.pin_memory and is_new and not iterates_by_itself(loader)
+
+
 def sampler_name(loader: DataLoader[Any]) -> str:
     """Return the name of the sampler that determines a loader's batches."""
     return "sampler" if loader.batch_sampler is None else "batch_sampler"

@@ -387,6 +387,7 @@ class _DealtByIndex(_Shard):
     ) -> None:
         super().__init__(source, ranks, training)
         self._limit = limit
+        self.lends = source.lends
         self._by_sample, self._drop_last, self._keeps_rows = True, False, True
         if isinstance(source, LoaderSource):
             self._reader = ReadInOrder(source.loader)
@@ -411,7 +412,7 @@ class _DealtByIndex(_Shard):
         deals = partial(deal, ranks=self.ranks, drop_last=self._drop_last)
         dealt, also = itertools.tee(order.steps(deals))
         if self._keeps_rows:
-            return rank_batches(dealt, read(indices for indices, _, _ in also))
+            return rank_batches(dealt, read(indices for indices, _, _ in also), self.lends)
         promised = (count for _, count, _ in dealt)
         return self._together(read(indices for indices, count, _ in also if count), promised)
 
@@ -641,10 +642,10 @@ def filled(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
         )
 
 
-def rank_batches(dealt: Iterable[tuple[Any, int, int]], batches: Iterator[Any]) -> Iterator[Any]:
+def rank_batches(dealt: Iterable[Any], batches: Iterator[Any], is_lent: bool) -> Iterator[Any]:
     """Yield a loader's batches as a rank's parts of the steps that their indices belong to."""
     for (_, count, total), (batch, has_rows) in zip(dealt, filled(batches), strict=True):
-        yield Batch(batch, count if has_rows else 0, total) if total else NoRows
+        yield Batch(batch, count if has_rows else 0, total, is_lent) if total else NoRows
 
 
 def in_turn(groups: Any, ranks: Collectives) -> Iterator[Any]:

@@ -51,6 +51,7 @@ from fitkit.data.loaders import (
     iterate,
     iterates_by_itself,
     own_state_of,
+    pins_new_memory,
     reads_by_index,
     sampler_name,
     seeds_apart,
@@ -115,9 +116,11 @@ class LoaderSource(Source):
         self._take(loader)
 
     def _take(self, loader: DataLoader[Any]) -> None:
+        self.pins = pins_new_memory(loader)
         loader = _without_masks(loader)
         self.loader: DataLoader[Any] = loader
         self.own_state: Any = own_state_of(loader)
+        self.lends = not reads_by_index(loader)
         self._reader: ReadInOrder | None = None  # kept, so that its workers can live on
         self.batch_size: int | None = loader.batch_size
         self.steps: int | None = length_of(loader)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from fitkit import trees
 from fitkit.accelerators import free_and_total_bytes, has_streams
@@ -21,7 +24,7 @@ from fitkit.data.arrays import (
     is_sparse_matrix,
     wide_dtype,
 )
-from fitkit.data.batches import NoRows, Source
+from fitkit.data.batches import Batch, NoRows, Source
 from fitkit.errors import ConfigurationError
 
 LABEL_KEYS = ("labels", "label")
@@ -30,12 +33,47 @@ LABEL_KEYS = ("labels", "label")
 SMALL_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
 
-class Watched(NamedTuple):
-    """A tensor in the user's memory, as it was before the first batch's forward."""
+IMMUTABLE = (str, bytes, int, float, bool, complex, type(None))
+"""The types of leaves that nothing can write into."""
 
-    tensor: torch.Tensor
-    version: int
-    values: torch.Tensor
+
+def own_copy(leaf: Any) -> Any:
+    """Return a leaf of a batch in memory of its own. Gradients flow through a tensor's copy.
+
+    An object that Python can't copy is returned as it is.
+    """
+    if isinstance(leaf, torch.Tensor):
+        copied = leaf.clone()
+        if leaf.requires_grad and not copied.requires_grad:  # gradients are off
+            copied.requires_grad_()
+        return copied
+    if type(leaf) in IMMUTABLE:
+        return leaf
+    try:
+        with _ClonedTensors():
+            return copy.deepcopy(leaf)
+    except Exception:  # a lock, a file, or whatever a class of the user's raises
+        return leaf
+
+
+class _ClonedTensors(TorchFunctionMode):
+    """Within the block, `copy.deepcopy` clones tensors. It would copy all of the memory that a
+    tensor is a part of, and refuse the results of operations.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.Tensor.__deepcopy__:
+            tensor, memo = args
+            memo[id(tensor)] = copied = own_copy(tensor)
+            return copied
+        return function(*args, **(kwargs or {}))
+
+
+def own_data(batch: Batch) -> Any:
+    """Return a batch's data, in memory that no other code has."""
+    return trees.map_leaves(own_copy, batch.data) if batch.is_lent else batch.data
 
 
 class Transfer:
@@ -45,6 +83,9 @@ class Transfer:
     int64, which torch's losses require. NumPy arrays become tensors. Objects with `.to` are asked
     to move. Other leaves stay.
 
+    What needn't move is copied if the batch is lent. The code that gets a batch may write into it,
+    and the user's data, later batches and epochs must not see that.
+
     Args:
         device: the net's device.
         float_dtype: the dtype of the net's parameters.
@@ -53,12 +94,10 @@ class Transfer:
 
     Attributes:
         ready: a batch that is already on the device, moved by the code that set this attribute.
-        pin: a function that pins a tensor in main memory, so that the device can fetch it. None if
-            copies needn't run in parallel with computation.
-
-    A batch cut from arrays shares their memory. A net that changes its inputs in place (a first
-    layer with `inplace=True`) would change the user's data. `note_writes` checks for this after the
-    first batch. If so, the first batch is restored and later ones are copied.
+        pin: a function that copies a tensor into pinned memory, from which the device can fetch it.
+            None if copies needn't run in parallel with computation.
+        pins: whether a lent tensor that is pinned is a new one in each batch. The device may still
+            fetch it when the next batch is read.
     """
 
     def __init__(
@@ -75,37 +114,27 @@ class Transfer:
         self.memory_format = memory_format
         self.ready: Any = None
         self.pin: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.pins: bool = False
         self.float_dtype = float_dtype
         self.wide_dtype: torch.dtype = wide_dtype(float_dtype)
-        self._copies = self._leaves_inputs = False
-        self._watched: list[Watched] | None = []
 
-    def __call__(self, batch: Any) -> Any:
-        """Return the batch on the device. The same object if nothing has to move."""
-        if batch is self.ready and batch is not None:
+    def __call__(self, batch: Any, *, is_lent: bool) -> Any:
+        """Return the batch on the device.
+
+        Args:
+            batch: the batch, as the data gave it.
+            is_lent: whether other code may have its memory. If not, the same object is returned if
+                nothing has to move.
+        """
+        if not is_lent and batch is self.ready and batch is not None:
             return batch
         if type(batch) in (tuple, list) and batch:
             x, *rest = batch
-            if self._leaves_inputs and self._is_there(x) and self._are_there(rest):
-                return batch
-            if len(batch) > 1:
-                return (self._inputs(x), *(trees.map_leaves(self._target, part) for part in rest))
-            return (self._inputs(x),)
-        return self._inputs(batch)
-
-    def note_writes(self) -> None:
-        """Check after the first batch's forward whether the net changed its inputs."""
-        changed = [one for one in self._watched or () if one.tensor._version != one.version]
-        self._copies = bool(changed)
-        self._watched = changed or None
-        self._leaves_inputs = not changed
-
-    def undo_writes(self) -> None:
-        """Restore the first batch's memory, but not before its backward is done."""
-        for watched in self._watched or ():
-            with torch.no_grad():
-                watched.tensor.copy_(watched.values)
-        self._watched = None if self._copies else self._watched
+            if self._is_there(x) and self._are_there(rest):
+                return tuple(map(own_copy, batch)) if is_lent else batch
+            parts = (trees.map_leaves(partial(self._target, is_lent), part) for part in rest)
+            return (self._inputs(x, is_lent), *parts)
+        return self._inputs(batch, is_lent)
 
     def _is_there(self, leaf: Any) -> bool:
         return (
@@ -123,33 +152,54 @@ class Transfer:
                 return False
         return True
 
-    def _inputs(self, x: Any) -> Any:
-        moved = trees.map_leaves(self._input, x)
+    def _inputs(self, x: Any, is_lent: bool) -> Any:
+        moved = trees.map_leaves(partial(self._input, is_lent), x)
         if isinstance(x, Mapping):
             for key in self.labels:
                 if key in moved:
-                    moved[key] = trees.map_leaves(self._target, x[key])
+                    moved[key] = trees.map_leaves(partial(self._target, is_lent), x[key])
         return moved
 
-    def _input(self, leaf: Any) -> Any:
+    def _input(self, is_lent: bool, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             dtype = self.float_dtype if leaf.is_floating_point() else leaf.dtype
-            moved = self._laid_out(self._sent(leaf, dtype))
-            return self._guarded(moved) if moved is leaf else moved
+            moved = self._laid_out(self._sent(leaf, dtype, is_lent))
+            return own_copy(moved) if is_lent and _share(moved, leaf) else moved
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
-            tensor = as_tensors(leaf, "x", self.float_dtype)
-            return self._guarded(self._laid_out(self._sent(tensor, tensor.dtype)))
-        if is_sparse_matrix(leaf):
-            return self._input(leaf.toarray())
-        move = getattr(leaf, "to", None)
-        return move(self.device) if callable(move) else leaf
+            return self._input(is_lent, as_tensors(leaf, "x", self.float_dtype))
+        return self._object(is_lent, leaf, self._input)
 
-    def _sent(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _target(self, is_lent: bool, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            dtype = self.wide_dtype if leaf.is_floating_point() else leaf.dtype
+            dtype = torch.int64 if dtype in SMALL_INTEGERS else dtype
+            moved = self._sent(leaf, dtype, is_lent)
+            return own_copy(moved) if is_lent and _share(moved, leaf) else moved
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+            return self._target(is_lent, as_tensors(leaf, "y", self.wide_dtype, target=True))
+        return self._object(is_lent, leaf, self._target)
+
+    def _object(self, is_lent: bool, leaf: Any, as_array: Callable[[bool, Any], Any]) -> Any:
+        """Return what is neither a tensor nor an array of numbers.
+
+        Args:
+            as_array: moves the array of a sparse matrix.
+        """
+        if is_sparse_matrix(leaf):
+            return as_array(False, leaf.toarray())
+        own = own_copy(leaf) if is_lent else leaf  # an object may move itself in place
+        move = getattr(own, "to", None)
+        return move(self.device) if callable(move) else own
+
+    def _sent(self, tensor: torch.Tensor, dtype: torch.dtype, is_lent: bool) -> torch.Tensor:
         """Return a tensor on the device. Doesn't wait for the copy if the device can fetch it."""
         if tensor.is_meta and self.device.type != "meta":
             raise ConfigurationError(META.format(name="A batch's entry"))
         if self.pin is not None and tensor.device.type == "cpu":
-            tensor = self.pin(tensor.to(dtype))
+            converted = tensor.to(dtype)
+            is_kept = converted is tensor and is_lent and not self.pins
+            if is_kept or not converted.is_pinned():
+                tensor = self.pin(converted)
         return tensor.to(self.device, dtype, non_blocking=self._may_be_behind)
 
     def _laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -157,26 +207,13 @@ class Transfer:
             return tensor
         return tensor.contiguous(memory_format=self.memory_format)
 
-    def _guarded(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in the user's memory, guarded against a net that writes into it."""
-        if self._copies:
-            return tensor.clone()
-        if self._watched is not None and not tensor.is_inference():
-            self._watched.append(Watched(tensor, tensor._version, tensor.clone()))
-        return tensor
 
-    def _target(self, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            dtype = self.wide_dtype if leaf.is_floating_point() else leaf.dtype
-            dtype = torch.int64 if dtype in SMALL_INTEGERS else dtype
-            return self._sent(leaf, dtype)
-        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
-            tensor = as_tensors(leaf, "y", self.wide_dtype, target=True)
-            return self._sent(tensor, tensor.dtype)
-        if is_sparse_matrix(leaf):
-            return self._target(leaf.toarray())
-        move = getattr(leaf, "to", None)
-        return move(self.device) if callable(move) else leaf
+def _share(moved: torch.Tensor, given: torch.Tensor) -> bool:
+    """Whether a tensor that was moved still has the memory that it had."""
+    if moved is given or type(given) is torch.Tensor:
+        return moved is given
+    # A subclass may return itself in a new object.
+    return moved.device == given.device and moved.data_ptr() == given.data_ptr()
 
 
 class Streams:
@@ -229,8 +266,10 @@ class Streams:
         return copy.copy_(tensor, non_blocking=True)
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in main memory that the device can fetch by itself."""
-        return tensor if tensor.is_pinned() else tensor.pin_memory()
+        """Return a tensor's copy in pinned memory, which the device can fetch by itself."""
+        if tensor.is_pinned():  # then `pin_memory` would return the tensor itself
+            return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+        return tensor.pin_memory()
 
     def free_bytes(self) -> int:
         """Return the device's free memory; 0 where its type doesn't say."""
@@ -274,17 +313,16 @@ class Mover:
     ) -> None:
         self.transfer = transfer
         self._own = own
-        self.move: Callable[[Any], Any] = (
-            transfer if own is None else lambda batch: moved_by(own, batch, transfer.device)
-        )
         if streams is None and has_streams(transfer.device):
             streams = Streams
         self._make_streams = streams if own is None else None
         self._streams: Any = None
 
-    def __call__(self, batch: Any) -> Any:
-        """Return the batch on the device."""
-        return self.move(batch)
+    def __call__(self, batch: Batch) -> Any:
+        """Return a batch's data on the device, in memory that no other code has."""
+        if self._own is not None:
+            return moved_by(self._own, own_data(batch), self.transfer.device)
+        return self.transfer(batch.data, is_lent=batch.is_lent)
 
     @property
     def is_ours(self) -> bool:
@@ -298,7 +336,9 @@ class Mover:
         """
         parts = batch if type(batch) in (tuple, list) else ()
         are_tensors = bool(parts) and all(isinstance(part, torch.Tensor) for part in parts)
-        return are_tensors and self._own is None and self.transfer(batch) is batch
+        if not are_tensors or self._own is not None:
+            return False
+        return self.transfer(batch, is_lent=False) is batch
 
     def bring_each(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Copy a pass's batches to a GPU while it computes. On other devices, yield them.
@@ -321,12 +361,13 @@ class Mover:
             if len(computed) >= LEAD:
                 streams.wait_on_host(computed.popleft())
             with streams.aside():
-                moved = self.transfer(batch.data)
+                moved = self.transfer(batch.data, is_lent=batch.is_lent)
                 arrived = streams.mark()
             streams.wait(arrived)
             for tensor in tensors_in(moved):
                 streams.used_here(tensor)
             self.transfer.ready = batch.data = moved
+            batch.is_lent = False
             yield batch
             computed.append(streams.mark())
 
@@ -347,7 +388,11 @@ class Mover:
         needed = sum(leaf.nbytes for leaf in trees.leaves(whole.batch) if leaf is not None)
         if needed > RESIDENT_FRACTION * streams.free_bytes():
             return False
-        whole.batch = Transfer(self.transfer.device, self.transfer.float_dtype)(whole.batch)
+        lent = whole.batch
+        send = Transfer(self.transfer.device, self.transfer.float_dtype)
+        whole.batch = send(lent, is_lent=True)
+        if any(leaf is not None and leaf.is_pinned() for leaf in trees.leaves(lent)):
+            streams.wait_on_host(streams.mark())  # the user may fill that memory again
         return True
 
     def _device_streams(self) -> Any:

@@ -152,8 +152,11 @@ class Replicas(ReplicatedModel):
             replica = replicas[index]
             entry = getattr(replica.module, method) if method else replica.module
             try:
-                stays = replica.device == replicas[0].device
-                args, kwargs = parts[index] if stays else _moved(parts[index], replica.device)
+                args, kwargs = parts[index]
+                if replica.device != replicas[0].device:
+                    args, kwargs = _moved(parts[index], replica.device)
+                elif len(parts) > 1:  # the replicas may write into their parts
+                    args, kwargs = trees.cloned(parts[index])
                 with modes():
                     return entry(*args, **kwargs), None
             except BaseException as error:

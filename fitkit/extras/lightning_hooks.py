@@ -14,7 +14,7 @@ from torch import nn
 
 from fitkit import trees
 from fitkit.errors import ConfigurationError
-from fitkit.seams import Module
+from fitkit.seams import Batch, Module, own_data
 
 BASE = "LightningModule"
 """The name of the base class, whichever package it is from."""
@@ -162,15 +162,17 @@ class Hooks:
         """Whether a batch must be on the device before its step, or gets there by hooks."""
         return self.has(*TRANSFERS, *AT_BATCHES)
 
-    def begin_batch(self, model: Module, batch: Any) -> Any:
+    def begin_batch(self, model: Module, batch: Batch) -> Any:
         """Return a batch on the device, and keep it for its step."""
-        self._threads.moved = batch, self.moved(model, batch)
+        batch.data, batch.is_lent = own_data(batch), False
+        self._threads.moved = batch, self.moved(model, batch.data)
         return self._threads.moved[1]
 
     def moved(self, model: Module, batch: Any) -> Any:
         """Return a batch on the device: the one that is kept, or moved by the hooks now."""
-        source, found = getattr(self._threads, "moved", (None, None))
-        if source is batch and batch is not None:
+        context: Any = model._fitkit.contexts.current
+        kept, found = getattr(self._threads, "moved", (None, None))
+        if kept is not None and kept is context.batch:
             return found
         precision = model._fitkit.compilation.strategy.precision
         before, move, after = hooks = [self._transfer(model, name) for name in TRANSFERS]
@@ -180,8 +182,6 @@ class Hooks:
             found = trees.map_leaves(partial(_as_float, dtype=dtype), found)
         if before is not None:
             found = before(found, 0)
-        context = model._fitkit.contexts.current
-        assert context is not None
         found = context.transferred(found) if move is None else move(found, model.device, 0)
         return found if after is None else after(found, 0)
 

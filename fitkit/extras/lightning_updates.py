@@ -116,7 +116,7 @@ class HookedUpdates:
         self.batch_idx = index
         if self._steps is not None:
             self.is_last = index + 1 == self._steps
-        moved = hooks.begin_batch(model, batch.data) if hooks.moves else None
+        moved = hooks.begin_batch(model, batch) if hooks.moves else None
         self._ends = hooks.ask("on_train_batch_start", moved, index) == -1
         if not self._ends:
             self._updates(batch, index)
@@ -260,6 +260,7 @@ class HookedUpdate(Update):
         completes = self._batches + 1 == self.accumulate or self._model.is_last_batch
         if not (completes and self._hooks.has("optimizer_step")):
             return self._learned(batch, index, **options)
+        batch.is_lent = True  # the hook may compute it several times
         step = OptimizerStep(self, partial(self._learned, batch, index, **options))
         updates = self._fit_state.updates
         self._hooks.call(

@@ -177,7 +177,7 @@ class Watcher(Callback):
     def _begin_batch(self, stage: str, index: int) -> None:
         model = self.model
         context: Any = model._fitkit.contexts.current
-        moved = model.hooks.begin_batch(model, context.batch.data)
+        moved = model.hooks.begin_batch(model, context.batch)
         model.hooks.at_batch(f"on_{stage}_batch_start", moved, index, loader=model.loader)
 
     def _end_batch(self, stage: str, index: int) -> None:

@@ -28,7 +28,7 @@ from fitkit.outputs import (
     targets_by_output,
     weights_by_output,
 )
-from fitkit.trees import leaves, leaves_with_paths
+from fitkit.trees import copied, leaves, leaves_with_paths
 
 Losses = Loss | list[Any] | dict[Hashable, Any]
 """Losses, nested as the outputs are; None where an output isn't trained."""
@@ -371,7 +371,7 @@ class CompiledLoss:
                 "losses. Give a dict of sample_weight by output."
             )
         for part, prediction, target in pairs:
-            values = part.asking(ask).per_sample(prediction, target)
+            values = part.asking(ask).per_sample(copied(prediction), target)
             class_weights.begin(part.loss.labels(prediction, target), target, values)
 
     def weigh(self, target: Any, weight: Any) -> Any:

@@ -21,7 +21,7 @@ from fitkit.losses.labels import Labels, known_labels, labels_by_values
 from fitkit.losses.names import LOSSES, TORCH_FUNCTIONS, Definition, known_module, unreduced
 from fitkit.losses.sums import check_no_sum, check_reduction
 from fitkit.outputs import IGNORED, SINGLE, LossHint, named_outputs, scale_of
-from fitkit.trees import leaves
+from fitkit.trees import cloned, copied, leaves
 
 Count = float | torch.Tensor | None
 """What a mean was taken over: a number, a tensor () on the device, or None for the samples."""
@@ -331,8 +331,9 @@ class CustomLoss(Loss):
     def counted(
         self, prediction: Any, target: Any, weight: Any, classes: int | None, *, is_part: bool
     ) -> tuple[torch.Tensor, Count]:
+        given, target = target, cloned(target)  # the function may write into it
         if weight is not None:
-            values = self.per_sample(prediction, target)
+            values = self._values(prediction, target)
             divisor = self._counted_values(values, target)
             return weighted_mean(values, weight, divisor), divisor
         result = self._call(self._function, prediction, target)
@@ -347,7 +348,7 @@ class CustomLoss(Loss):
             return full(result).sum() / count, count
         if is_part and not self._was_asked:
             self._was_asked = True
-            check_no_sum(self.label, self._function, prediction, target)
+            check_no_sum(self.label, self._function, prediction, given)
         return result, None
 
     def count(self, prediction: Any, target: Any, classes: int | None = None) -> Count:
@@ -369,6 +370,9 @@ class CustomLoss(Loss):
         return ((target.reshape(values.shape) != self.ignored) | (values != 0)).sum()
 
     def per_sample(self, prediction: Any, target: Any) -> torch.Tensor:
+        return self._values(prediction, cloned(target))
+
+    def _values(self, prediction: Any, target: Any) -> torch.Tensor:
         result = self._call(self._each, prediction, target)
         if result.ndim == 0:
             raise ConfigurationError(
@@ -390,7 +394,7 @@ class CustomLoss(Loss):
         labels = [leaf for leaf in labels if not leaf.is_floating_point()]
         if any(bool((leaf == ignored).any()) for leaf in labels):
             with torch.no_grad():
-                is_mean = self._call(self._function, prediction, target).ndim == 0
+                is_mean = self._call(self._function, *copied((prediction, target))).ndim == 0
             if is_mean:
                 self._has_warned = True
                 warn(

@@ -90,17 +90,17 @@ class OutputGroup:
 
     def update(self, prediction: Any, target: Any, weight: Tensor | None) -> None:
         """Add a batch, without gradients."""
-        if self._each:
-            self._count(self._each, Batch(prediction, target, weight))
-        if self._joined:
-            weight = weight if self._needs_weight else None
+        if self._joined:  # before the user's code, which may write into predictions
+            used = weight if self._needs_weight else None
             ready: Sequence[Batch] = (
-                self._buffer.add(prediction, target, weight)
+                self._buffer.add(prediction, target, used)
                 if self._waits
-                else [Batch(prediction.detach(), target.detach(), weight)]
+                else [Batch(prediction.detach(), target.detach(), used)]
             )
             for batch in ready:
                 self._count(self._joined, batch)
+        if self._each:
+            self._count(self._each, Batch(prediction, target, weight))
         if self._is_first:
             self.flush()  # so that an error is raised here, with the metric's name
             self._is_first = False

@@ -16,6 +16,7 @@ from fitkit.errors import ConfigurationError
 from fitkit.metrics.conversions import Conversion, as_given
 from fitkit.outputs import EMPTY_MEAN, IGNORED
 from fitkit.samples import samples_among
+from fitkit.trees import copied
 
 Values = Callable[[Any, Any], Any]
 State = dict[str, Any]
@@ -228,7 +229,7 @@ class CallableMean(Mean):
     def update(self, batch: Batch) -> None:
         """Call the function and add what it gives."""
         with torch.no_grad():
-            value = self._values(batch.prediction, batch.target)
+            value = self._values(batch.prediction, copied(batch.target))
         if not isinstance(value, Tensor):
             value = torch.as_tensor(value, device=self.totals.device)
         value, samples = value.detach(), batch.samples

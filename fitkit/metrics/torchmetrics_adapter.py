@@ -95,9 +95,9 @@ class TorchMetric:
             pair = batch.prediction, batch.target
             if self.conversion is not None:
                 pair = batch.converted(self.conversion)
-            if self.keeps_batches and not self.joins:
-                # The caller may overwrite its memory with the next batch.
-                pair = copied(pair[0]), copied(pair[1])
+            if not self.joins:
+                # It may write into targets, and keep what the next batch overwrites.
+                pair = copied(pair[0]) if self.keeps_batches else pair[0], copied(pair[1])
             self.metric.update(*pair)
         self.samples += batch.samples
 

@@ -178,8 +178,7 @@ class BatchTransform:
         """Return a rank's inputs and targets, changed.
 
         Args:
-            x, y: this rank's rows, on the device. They may be the user's memory: don't change them
-                in place.
+            x, y: this rank's rows, on the device, in memory of their own.
             whole: what the ranks have in common.
         """
 
@@ -349,7 +348,7 @@ class BatchTransforms:
         """
         if self._seed is None:
             self._seed = int(self._ranks.broadcast(torch.initial_seed()))
-        x, y, weight, put_back = self._taken_apart(self._step.mover.move(batch.data))
+        x, y, weight, put_back = self._taken_apart(self._step.mover(batch))
         whole = WholeBatch(
             self._draws.at(self._seed, self.first, self._model.current_epoch, index),
             batch.samples,

@@ -144,7 +144,6 @@ def predict_source(model: Module, arguments: EvaluateArguments, copies: HostCopi
     )
     context, step = predict_step_for(model, source)
     callbacks = with_built_in(arguments.callback_list, arguments.verbose)
-    copies.lent = not isinstance(source.whole, ArraySource)
     model.stop_predicting = False
     mine = InStep(_share_of_steps(source, arguments.steps, strategy.data_ranks), strategy)
     params = _params(model, "predict", source, arguments)
@@ -291,6 +290,7 @@ class InStep:
                 last = last if last is not NOTHING else next(b for b in gathered if b is not None)
             if able:
                 last = batch
+                batch.is_lent = True  # it may come again
                 yield batch
             else:
                 yield Batch(last.data, 0, 1)
@@ -336,8 +336,8 @@ class EvaluationPass:
             shows = any(isinstance(callback, ProgressBar) for callback in callbacks.callbacks)
             self._compiled = compiler.pass_steps(model, step, take, is_announced=shows)
         self._users_look = users_look(callbacks, stage)
-        # Whether batches are views or rows of tensors in memory. Ranks in step don't qualify: they
-        # may repeat a batch, marked as one that doesn't count.
+        # Whether batches are rows of tensors in memory. Ranks in step don't qualify: they may
+        # repeat a batch, marked as one that doesn't count.
         alike = not model._fitkit.compilation.strategy.evaluates_in_step
         self._in_memory = alike and isinstance(source.whole, ArraySource)
         self._no_grad = torch.no_grad()
@@ -382,10 +382,8 @@ class EvaluationPass:
                             hook(index, {})
                     if (outcome := advance(batch, index)) is not None:
                         take(batch, outcome)
-                    if index == empty:
-                        self._step.undo_writes()
-                        if not self._has_one_batch:
-                            advance = self.step_after_first(batch)
+                    if index == empty and not self._has_one_batch:
+                        advance = self.step_after_first(batch)
                     has_rows = True
                 if end and has_rows:
                     self.flush_for_hooks()
@@ -449,7 +447,6 @@ class HostCopies:
 
     Args:
         streams: creates the GPU's streams for a device.
-        lent: whether an output may be a part of a batch whose memory a loader's worker shares.
 
     Attributes:
         outputs: the batches' outputs in order; the last one is included after `wait`.
@@ -457,13 +454,10 @@ class HostCopies:
         handed_on: how many outputs before them have been handed on, and aren't kept.
     """
 
-    def __init__(
-        self, streams: Callable[[torch.device], Any] = Streams, *, lent: bool = True
-    ) -> None:
+    def __init__(self, streams: Callable[[torch.device], Any] = Streams) -> None:
         self.outputs: list[Any] = []
         self.samples: list[int] = []
         self.handed_on: int = 0
-        self.lent: bool = lent
         self._make_streams = streams
         self._streams: Any = None
         self._flying: tuple[Any, Any] | None = None
@@ -482,12 +476,12 @@ class HostCopies:
         """Add a batch's output."""
         is_tensor = type(output) is torch.Tensor or isinstance(output, torch.Tensor)
         if is_tensor and output.is_cpu and self._flying is None:
-            self.outputs.append(trees.kept(output) if self.lent else output)
+            self.outputs.append(output)
             return
         device = _gpu_of(output)
         if device is None:
             self.wait()
-            self.outputs.append(trees.kept(on_host(output)))
+            self.outputs.append(on_host(output))
             return
         if self._streams is None:
             self._streams = self._make_streams(device)

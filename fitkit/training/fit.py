@@ -346,10 +346,8 @@ class Fit:
                                 hook(index, {})
                         update(batch, index)
                         logbook.steps += 1
-                        if index == done + empty:
-                            step.undo_writes()
-                            if epoch == self.arguments.initial_epoch:
-                                self.strategy.after_first_batch(model, self.optimizers)
+                        if index == done + empty and epoch == self.arguments.initial_epoch:
+                            self.strategy.after_first_batch(model, self.optimizers)
                         has_rows = True
                     self.note(index + 1)
                 if not has_rows:

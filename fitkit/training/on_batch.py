@@ -358,8 +358,6 @@ def _counted_by_all(model: Module, data: tuple[Any, ...]) -> Batch:
 def _values_of(kept: KeptStep, batch: Batch) -> dict[str, Any]:
     """Return the values of the one batch that a step has computed."""
     step = kept.step
-    if not kept.is_kept:
-        step.undo_writes()
     values: dict[str, Any] = step.logbook.results()
     loss = values.get("loss")
     if loss != loss and kept.may_count and not any(step.counts_of(batch)):  # NaN, of no labels
@@ -445,6 +443,5 @@ def predict_batch(model: Module, x: Tree) -> Any:
             counted = kept.context.batch = _counted(batch, samples_of)
             outcome = first_step(model, kept.step, counted)
             outputs = trees.to_numpy(joined([on_host(outcome.outputs)]))
-            kept.step.undo_writes()
     steps.give(model, batch, kept)
     return outputs

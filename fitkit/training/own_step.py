@@ -12,7 +12,7 @@ import torch
 from fitkit import trees
 from fitkit.arguments import describe
 from fitkit.data.batches import Batch
-from fitkit.data.to_device import Mover
+from fitkit.data.to_device import Mover, own_data
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.rows import mean_by
 from fitkit.distributed.sync_batchnorm import Synchronization
@@ -129,12 +129,10 @@ class OwnStep:
             self.synchronization.counts = not is_padding
         leaves_no_trace = self._has_loss and (is_padding or context.is_silent)
         with _metrics_restored(self.model) if leaves_no_trace else contextlib.nullcontext():
-            moved = batch.data if self._moves else self.mover.transfer(batch.data)
+            given = own_data(batch) if self._moves else self.mover(batch)
             with self.autocast():
-                outputs = self.enter(moved, *self.arguments(index, optimizer_idx))
+                outputs = self.enter(given, *self.arguments(index, optimizer_idx))
                 outputs = self.ended(outputs)
-            if self._is_first:
-                self.mover.transfer.note_writes()
             found = self._outcome(outputs) if self._has_loss else Outcome(None, outputs=outputs)
         self._is_first = False
         return found
@@ -168,7 +166,7 @@ class OwnStep:
                 logbook.loss.add(outcome.loss.detach(), samples if count is None else count)
             if self.outputs is not None:
                 outputs = _without_gradients(outcome.outputs, training=context.name == "training")
-                self.outputs.append(trees.kept(outputs))
+                self.outputs.append(outputs)
         if context.name == "training":  # elsewhere ranks may make unequal numbers of steps
             context.logged.exchange(self.ranks, is_padding=samples == 0)
 
@@ -187,10 +185,6 @@ class OwnStep:
         if self._has_loss and isinstance(self.wrapped, ReplicatedModel):
             return with_mean_loss(outputs, self.wrapped.weights)
         return outputs
-
-    def undo_writes(self) -> None:
-        """Undo what the first batch's step did to the data's memory."""
-        self.mover.transfer.undo_writes()
 
     def _outcome(self, outputs: Any) -> Outcome:
         found = loss_in(outputs)

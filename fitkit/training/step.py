@@ -177,10 +177,6 @@ class CompiledStep:
         if self.meters is not None:
             self.meters.flush()
 
-    def undo_writes(self) -> None:
-        """Undo the first batch's changes to the data's memory."""
-        self.mover.transfer.undo_writes()
-
     # ------------------------------------------------------------------ a batch's outcome
 
     def __call__(self, batch: Batch, index: int = 0, *, is_part: bool = False) -> Outcome:
@@ -193,10 +189,10 @@ class CompiledStep:
             ConfigurationError: the net, loss or metrics can't take the batch. The message speaks of
                 what the user passed, and torch's own error is its cause.
         """
-        if self._opens:
+        if self._opens and not batch.is_lent:
             x, y, weight = (*batch.data, None, None)[:3]
         else:
-            x, y, weight = self.moved_parts(batch.data)
+            x, y, weight = self.moved_parts(batch)
         if self.synchronization is not None:
             self.synchronization.counts = batch.samples > 0
         outcome = self.compute(self.forward, x, y, weight, is_part=is_part)
@@ -219,7 +215,7 @@ class CompiledStep:
                 weights.
         """
         forward = self.in_precision(forward_of(wrapped))
-        self.compute(forward, *self.moved_parts(batch.data))
+        self.compute(forward, *self.moved_parts(batch))
 
     def inside(
         self, model: Callable[..., Any], batch: Tree, *, is_part: bool, counts: bool
@@ -262,9 +258,9 @@ class CompiledStep:
         """Return the net's outputs for a batch that is on the device, inside a `predict_step`."""
         return self.caller(self.in_precision(model), self.parts(batch)[0])
 
-    def moved_parts(self, data: Tree) -> tuple[Any, Any, Any]:
-        """Return a batch's inputs, targets and weights, on the device."""
-        return self.parts(self.mover.move(data))
+    def moved_parts(self, batch: Batch) -> tuple[Any, Any, Any]:
+        """Return a batch's inputs, targets and weights, on the device, in memory of their own."""
+        return self.parts(self.mover(batch))
 
     def parts(self, batch: Tree) -> tuple[Any, Any, Any]:
         """Return the inputs, targets and weights of a batch that is on the device."""
@@ -288,10 +284,10 @@ class CompiledStep:
         if not self.checked:
             self._check_batch(x, y, weight)
         try:
+            ask = self.asking(*self._arguments(x)) if self._asks else None
             outputs = forward(x) if type(x) is torch.Tensor else self.caller(forward, x)
             if self.loss is not None:
                 outputs, y, weight = self._guest.for_loss(outputs, y, weight)
-            ask = self.asking(*self._arguments(x)) if self._asks else None
             if not self.checked:
                 return self._first_outcome(outputs, x, y, weight, is_part, ask)
             return self._outcome(outputs, y, weight, is_part, ask)
@@ -304,13 +300,19 @@ class CompiledStep:
         return ((x,), {}) if isinstance(x, torch.Tensor) else self.caller.arguments(x)
 
     def asking(self, given: Sequence[Any], named: Mapping[str, Any]) -> Ask | None:
-        """Return what calls other nets with a forward's arguments; None where no loss asks."""
+        """Return what calls other nets with a forward's arguments as they are now.
+
+        Returns:
+            None where no loss asks.
+        """
         if not self._asks:
             return None
         answers: dict[Callable[..., Any], Any] = {}
+        arguments = trees.copied((given, named))  # the forward may write into its own
 
         def ask(net: Callable[..., Any]) -> Any:
             if net not in answers:
+                given, named = trees.copied(arguments)
                 answers[net] = self.in_precision(net)(*given, **named)
             return answers[net]
 
@@ -405,11 +407,9 @@ class CompiledStep:
         """
         loss = self.loss
         if loss is None:
-            self.mover.transfer.note_writes()
             self.checked = True
             return self._outcome(outputs, y, weight, is_part, ask)
         self._ask_net(loss, outputs, x, y, is_part)
-        self.mover.transfer.note_writes()
         with torch.no_grad():
             loss.check(outputs, y, ask)
             for targets in self.all_targets:
@@ -481,7 +481,7 @@ class CompiledStep:
         def computed(inputs: Tree) -> Any:
             with modes_restored(net), torch.no_grad():
                 net.eval()
-                return self.caller(self.in_precision(net), inputs)
+                return self.caller(self.in_precision(net), trees.copied(inputs))
 
         if takes_items_in_batch(net, self.caller, x):
             ask_for_sum(own, computed, x, y)

@@ -61,7 +61,7 @@ class StepContext:
 
     def transferred(self, batch: Any) -> Any:
         """Return a batch moved to the device in fitkit's way."""
-        return self.compiled.mover.transfer(batch)
+        return self.compiled.mover.transfer(batch, is_lent=False)
 
     def compiled_loss(self, model: Any, batch: Any) -> torch.Tensor:
         """Return the compiled loss of a batch that is on the device; compiled metrics count it."""

@@ -62,6 +62,7 @@ def step_for(
         keeps_batches=source is not None and isinstance(source.whole, ArraySource),
         transfer=transfer,
     )
+    compiled.mover.transfer.pins = source is not None and source.whole.pins
     context = StepContext(stage, compiled.logbook.logged, compiled, transfer=transfer)
     by_turns = stage == "training" and not model._updates_all
     moves_parts = strategy.replicates and not compiled.mover.is_ours
@@ -82,6 +83,7 @@ def predict_step_for(model: Module, source: Source | None = None) -> tuple[StepC
         keeps_batches=source is not None and isinstance(source.whole, ArraySource),
         transfer=transfer,
     )
+    compiled.mover.transfer.pins = source is not None and source.whole.pins
     context = StepContext("predict", compiled.logbook.logged, compiled, transfer=transfer)
     if has_own_steps(model, "predict"):
         return context, OwnStep(model, context, wrapped)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -142,7 +143,7 @@ class Upcoming:
         found = [batch for batch in self._seen if batch is not NoRows]
         while len(found) < count and (batch := next(self._batches, None)) is not None:
             if batch is not NoRows:
-                batch = Batch(trees.kept(batch.data), batch.samples, batch.total)
+                batch = dataclasses.replace(batch, data=trees.kept(batch.data))
                 found.append(batch)
             self._seen.append(batch)
         return found[:count]
@@ -304,6 +305,8 @@ class Update:
         """
         if begins:
             self.begin()
+        if self._takes_closure:
+            batch.is_lent = True  # each evaluation of the loss gets the batch as it came
         step, is_part = self.step, self.is_part
         with self._around_step() if self.accumulate > 1 else AS_IS:
             outcome = step(batch, index, is_part=is_part, **optimizer)
@@ -463,6 +466,7 @@ class ByTurns:
         if self._turns:
             turn = self._turns[index % len(self._turns)]
             numbers = range(turn, turn + 1)
+        batch.is_lent = True  # each optimizer's step gets the batch as it came
         for number in numbers:
             frozen = self._state.freeze_others(self.updates[number].optimizer)
             try:

@@ -6,6 +6,7 @@ on the model's forward is called with gradients, and its outputs are detached.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -47,6 +48,7 @@ def first_step(
         ConfigurationError: it needs them, and replicas or shards stand around the net.
     """
     make = make or step
+    batch = dataclasses.replace(batch, is_lent=True)  # a second try gets it as it came
     try:
         return make(batch, index)
     except RuntimeError as error:

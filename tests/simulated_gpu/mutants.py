@@ -45,9 +45,16 @@ MUTANTS = [
     Mutant(
         "no step waits: batches come from pinned memory",
         "data/to_device.py",
-        "return tensor if tensor.is_pinned() else tensor.pin_memory()",
+        "return tensor.pin_memory()",
         "return tensor",
         (PROMISES,),
+    ),
+    Mutant(
+        "the device fetches from memory that nobody fills again",
+        "data/to_device.py",
+        "is_kept = converted is tensor and is_lent and not self.pins",
+        "is_kept = False",
+        (PROMISES, "-k", "filled_again"),
     ),
     Mutant(
         "no step waits: indices are sent without waiting",

@@ -201,6 +201,51 @@ def test_a_dropout_goes_on_with_its_numbers_on_another_gpu(tmp_path):
         torch.testing.assert_close(one.cpu(), other.cpu(), rtol=0, atol=0)
 
 
+def filled_again(buffers):
+    """Batches in pinned buffers of the user's own, which each batch fills again."""
+    for rows in zip(X.split(8), Y.split(8), strict=True):
+        for buffer, values in zip(buffers, rows, strict=True):
+            buffer.copy_(values)
+        yield tuple(buffers)
+
+
+class FilledAgain:
+    def __init__(self):
+        self.buffers = [torch.empty(8, 6).pin_memory(), torch.empty(8).long().pin_memory()]
+
+    def __iter__(self):
+        return filled_again(self.buffers)
+
+
+def test_a_pinned_buffer_may_be_filled_again_while_its_batch_is_fetched():
+    plain, buffered = (compiled(nn.Linear(6, 3), [1]) for _ in range(2))
+    buffered.net.load_state_dict(plain.net.state_dict())
+    expected = plain.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    with simulation.recorded("race") as races:
+        found = buffered.fit(FilledAgain(), epochs=2, verbose=0).history
+    assert found["loss"] == pytest.approx(expected["loss"]) and not races
+    outputs = buffered.predict(FilledAgain(), verbose=0)
+    assert outputs == pytest.approx(buffered.predict(X, batch_size=8, verbose=0))
+
+
+def test_batches_on_the_device_are_copied_and_data_kept_there_too():
+    x, y = X.to("cuda:1"), Y.to("cuda:1")
+    before = x.clone()
+
+    def loss(p, t):
+        t[t == 2] = -100
+        return nn.functional.cross_entropy(p, t)
+
+    model = fitkit.Model(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 3)))
+    model.compile("sgd", loss, accelerator="gpu", devices=[1])
+    each = list(zip(x.split(8), y.split(8), strict=True))
+    for data in ({"x": each}, {"x": X, "y": Y, "batch_size": 8}, {"x": x, "y": y}):
+        model.fit(**data, epochs=2, shuffle=False, verbose=0)
+        assert len({model.evaluate(**data, verbose=0) for _ in range(2)}) == 1
+        model.predict(data["x"], verbose=0)
+    assert torch.equal(x, before) and (y == 2).any()
+
+
 def test_batches_leave_main_memory_from_where_the_device_fetches_them(monkeypatch):
     sent, send = [], torch.Tensor.to
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -81,7 +82,7 @@ class JitPass:
         self._most = model._fitkit.compilation.given.steps_per_execution
         self._together = 1
         self._function: Callable[..., Any] = self._computed
-        self._joins = self._keeps = self._leaves = False
+        self._joins = self._leaves = False
         self._may_repeat = False  # whether torch may skip its checks, see `Programs.run`
         self._shapes: Any = None
         self._others = 0
@@ -122,7 +123,6 @@ class JitPass:
         if not step.wrapped.is_bare or not self._gains(keeps and not users_look):
             self._rest.enter_context(as_written(self._model))
             return step
-        self._keeps = keeps
         self._programs.check()
         if self._predicts:
             self._function = self._predicted
@@ -133,8 +133,7 @@ class JitPass:
             self._function = self._measured if self._joins else self._computed
         # If the first batch is a pair of tensors that needs no move, then all others are too.
         self._leaves = keeps and self._traced.leaves(first.data)
-        parts = (*first.data, None) if self._leaves else step.moved_parts(first.data)
-        self._shapes = shapes_of(parts)
+        self._shapes = shapes_of(self._parts_of(first))
         return self
 
     def _gains(self, may_repeat: bool) -> bool:
@@ -163,8 +162,7 @@ class JitPass:
         """
         if self.stopped:
             return self._step(batch, index)
-        data = batch.data
-        parts = (*data, None) if self._leaves else self._step.moved_parts(data)
+        parts = self._parts_of(batch)
         if shapes_of(parts) != self._shapes:
             self.flush()
             self._others += 1
@@ -173,15 +171,20 @@ class JitPass:
             else:
                 self._run([batch], [parts], None)
             return None
-        if self._together > 1 and not self._keeps:  # a generator may reuse its arrays
-            parts = trees.map_leaves(copied, parts)
-            batch = Batch(parts, batch.samples, batch.total)
+        if self._together > 1 and batch.is_lent:  # a generator may reuse its arrays
+            batch = dataclasses.replace(batch, data=parts)
         self._held.append(batch)
         self._parts.append(parts)
         if len(self._held) == self._together:
             held, ready, self._held, self._parts = self._held, self._parts, [], []
             self._run(held, ready, self._shapes)
         return None
+
+    def _parts_of(self, batch: Batch) -> Parts:
+        """Return a batch's inputs, targets and weights, on the device, in memory of their own."""
+        if self._leaves and not batch.is_lent:
+            return *batch.data, None
+        return self._step.moved_parts(batch)
 
     def flush(self) -> None:
         """Compute the waiting batches. Code of the user's may run after that."""

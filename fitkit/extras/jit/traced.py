@@ -57,7 +57,7 @@ class TracedStep:
         is_hooked = any((*hooks, model._backward_pre_hooks, model._backward_hooks))
         return model.net if self._is_plain_wrapper and not is_hooked else model
 
-    def moved(self, batch: Any, index: int) -> Parts:
+    def moved(self, batch: Batch, index: int) -> Parts:
         """Move a batch's inputs, targets and weights to the device."""
         return self._step.moved_parts(batch)
 
@@ -92,14 +92,10 @@ class TracedStep:
             is_part: whether the batch is only a part of an update's samples.
         """
         assert self._step.loss is not None
+        ask = self._step.asking(given, named)
         prediction = self.predicted(given, named)
         loss, count, terms = self._step.loss.computed(
-            prediction,
-            y,
-            weight,
-            counts=self._counts,
-            is_part=is_part,
-            ask=self._step.asking(given, named),
+            prediction, y, weight, counts=self._counts, is_part=is_part, ask=ask
         )
         kept = trees.map_leaves(_detached, prediction) if self._keeps_prediction else None
         parts = [(term.name, term.scale, term.value.detach(), term.count) for term in terms]
@@ -223,9 +219,9 @@ class TracedOwnStep:
             "log": self._take_log, "_compiled_loss": self._compiled_loss
         }  # fmt: skip
 
-    def moved(self, batch: Any, index: int) -> Parts:
+    def moved(self, batch: Batch, index: int) -> Parts:
         """Move a batch to the device, and return it with its number."""
-        return self._step.mover.transfer(batch), None, index
+        return self._step.mover(batch), None, index
 
     def leaves(self, batch: Any) -> bool:
         """Return False: `moved` adds the batch's number."""

@@ -14,6 +14,7 @@ averages them over the ranks.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -199,7 +200,8 @@ class JitUpdate:
             return False  # a placeholder batch must have no effect but its gradients
         if self._leaves is None:
             self._leaves = self._keeps and self._traced.leaves(batch.data)
-        parts = (*batch.data, None) if self._leaves else self._traced.moved(batch.data, index)
+        is_there = self._leaves and not batch.is_lent
+        parts = (*batch.data, None) if is_there else self._traced.moved(batch, index)
         others_wait = bool(self._waiting)
         if self._may_wait and self._may_hold(parts) and self._hold(batch, index, parts):
             return True
@@ -286,12 +288,11 @@ class JitUpdate:
         """
         if not self._may_join_batch(batch.samples, parts):
             return False
-        if not self._keeps:
+        if batch.is_lent:
             if not all(isinstance(leaf, COPIED) for leaf in trees.leaves(batch.data)):
                 self._learn_each()
                 return False
-            batch = Batch(trees.map_leaves(copied, batch.data), batch.samples, batch.total)
-            parts = self._traced.moved(batch.data, index)
+            batch = dataclasses.replace(batch, data=trees.map_leaves(copied, batch.data))
         self._waiting.append((batch, index, parts))
         if len(self._waiting) == self._steps_a_call:
             self._learn_together()
@@ -550,7 +551,7 @@ class JitUpdate:
         losses = self._model._fitkit.compilation.loss_modules
         put_back = _restorer(modules_of(self._model, *losses))
         with kept_random_numbers(), as_written(self._model):
-            outcome = traced.as_written(parts)
+            outcome = traced.as_written(trees.cloned(parts))
             assert outcome.loss is not None
             gradients = torch.autograd.grad(outcome.loss, may_learn, allow_unused=True)
         put_back()

@@ -286,10 +286,11 @@ class SequenceParts(DividedModel):
         def short(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
                 return leaf
-            return leaf[:1, :tokens] if leaf.ndim > 1 and leaf.shape[1] == length else leaf[:1]
+            short = leaf[:1, :tokens] if leaf.ndim > 1 and leaf.shape[1] == length else leaf[:1]
+            return short.clone()  # the net may write into it
 
         x, y = trees.map_leaves(short, x), trees.map_leaves(short, y)
-        part_x, part_y, _ = self.divide(x, y)
+        part_x, part_y, _ = trees.copied(self.divide(x, y))
         with modes_restored(self.module), torch.no_grad(), random_weights(self.module):
             self.module.eval()
             whole = predict(lambda *args, **kwargs: self.whole("", *args, **kwargs), x)

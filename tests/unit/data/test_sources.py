@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from fitkit.data.arrays import VIEWS, ArraySource
+from fitkit.data.arrays import AT_ONCE, ArraySource
 from fitkit.data.batches import Stream, check_readable, limited, unpack_batch
 from fitkit.data.sources import make_source, split_tail, validation_parts
 from fitkit.data.to_device import Transfer
@@ -248,13 +248,12 @@ def test_a_batch_of_four_is_refused():
         unpack_batch((1, 2, 3, 4))
 
 
-def test_a_batch_that_is_in_place_is_not_touched():
+def test_a_batch_that_is_in_place_and_nobody_elses_is_not_touched():
     transfer = Transfer(torch.device("cpu"), torch.float32)
-    transfer((torch.zeros(2), torch.zeros(2)))
-    transfer.note_writes()
     batch = (torch.zeros(2), torch.zeros(2, dtype=torch.int64))
-    assert transfer(batch) is batch
-    moved = transfer({"a": [torch.zeros(2, dtype=torch.float64), np.zeros(2)], "b": "text"})
+    assert transfer(batch, is_lent=False) is batch
+    given = {"a": [torch.zeros(2, dtype=torch.float64), np.zeros(2)], "b": "text"}
+    moved = transfer(given, is_lent=False)
     assert [leaf.dtype for leaf in moved["a"]] == [torch.float32] * 2
     assert moved["b"] == "text"
 
@@ -264,9 +263,9 @@ def test_what_is_no_array_is_a_wrong_type():
         make_source(3.5)
 
 
-@pytest.mark.parametrize("skip", [0, 1, VIEWS - 1, VIEWS, VIEWS + 1, 3 * VIEWS + 4])
+@pytest.mark.parametrize("skip", [0, 1, AT_ONCE - 1, AT_ONCE, AT_ONCE + 1, 3 * AT_ONCE + 4])
 def test_a_pass_of_more_batches_than_are_cut_at_once_gives_each_sample_once(skip):
-    rows = torch.arange(2 * (3 * VIEWS + 5) - 1)
+    rows = torch.arange(2 * (3 * AT_ONCE + 5) - 1)
     batches = list(ArraySource((rows, -rows), 2).batches(0, skip=skip))
     assert torch.equal(torch.cat([x for x, _ in batches]), rows[2 * skip :])
     assert torch.equal(torch.cat([y for _, y in batches]), -rows[2 * skip :])

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fitkit
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import Batch
-from fitkit.data.sources import IterableSource
+from fitkit.data.sources import IterableSource, make_source
 from fitkit.data.to_device import LEAD, Mover, Transfer, goes_aside
 from fitkit.training import step as step_module
 
@@ -65,9 +65,9 @@ class Copying(Transfer):
         self.streams = streams
         self.pin = streams.pinned
 
-    def __call__(self, batch):
+    def __call__(self, batch, *, is_lent):
         self.streams.events.append(("copy", self.streams.is_aside))
-        return super().__call__(batch)
+        return super().__call__(batch, is_lent=is_lent)
 
 
 def test_a_batch_is_copied_aside_and_waited_for_where_it_is_used():
@@ -107,7 +107,58 @@ def test_shares_keep_their_counts_and_what_is_fed_is_not_moved_again():
     (given,) = Mover(transfer, streams=lambda device: streams).bring_each(iter([share]))
     assert (given.samples, given.total) == (2, 5)
     assert given.data[0].dtype == torch.float32
-    assert transfer(given.data) is given.data
+    assert not given.is_lent and transfer(given.data, is_lent=False) is given.data
+
+
+class Pinned(torch.Tensor):
+    """Says that it is pinned, on a machine that can't pin."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def is_pinned(self):
+        return True
+
+
+@pytest.mark.parametrize("pins", [False, True])
+def test_the_device_fetches_from_memory_that_nobody_fills_again(pins):
+    buffer = torch.zeros(2, 3).as_subclass(Pinned)
+
+    def filling():
+        for number in range(3):
+            buffer.fill_(number)
+            yield {"x": buffer}
+
+    streams = Streams()
+    transfer = Copying(streams)
+    transfer.pins = pins
+    fetched, to = [], torch.Tensor.to
+
+    def send(tensor, *given, **named):  # as a device that fetches late
+        found = to(tensor, *given, **named)
+        if "non_blocking" in named:
+            fetched.append(tensor)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", send)
+        list(brought(filling(), transfer, streams))
+    seen = [tensor.unique().tolist() for tensor in fetched]
+    assert seen == ([[2.0]] * 3 if pins else [[0.0], [1.0], [2.0]])
+
+
+@pytest.mark.parametrize(
+    "loader, pins",
+    [
+        (lambda: DataLoader(TensorDataset(X), 8, pin_memory=True), True),
+        (lambda: DataLoader(X, 8, pin_memory=True, collate_fn=list), False),
+        (lambda: DataLoader(X, 8, pin_memory=True, collate_fn=list, num_workers=1), True),
+        (lambda: DataLoader([(X,)], batch_size=None, pin_memory=True), False),
+        (lambda: DataLoader(TensorDataset(X), 8), False),
+        (lambda: [(X,)], False),
+    ],
+)
+def test_which_data_are_known_to_pin_new_memory(loader, pins):
+    assert make_source(loader()).pins is pins
 
 
 class OnlyTo:

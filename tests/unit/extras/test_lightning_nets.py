@@ -576,3 +576,41 @@ def test_what_on_save_checkpoint_adds_comes_back_when_the_training_is_resumed(tm
     resumed = model_of(again)
     resumed.fit(train, epochs=3, verbose=0, resume_from=tmp_path / "two.h5")
     assert (first.seen, again.seen) == (6, 9)
+
+
+class Writing(modules.Net):
+    """Writes into its batches wherever it gets them."""
+
+    def __init__(self):
+        super().__init__(dropout=0.0)
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        batch[0].mul_(0.5)
+        return batch
+
+    def on_train_batch_start(self, batch, batch_idx):
+        batch[1].sub_(1)
+
+    def on_validation_batch_start(self, batch, batch_idx):
+        batch[1].sub_(1)
+
+    def training_step(self, batch, batch_idx):
+        batch[0].add_(1)
+        return self.loss(batch)
+
+    validation_step = training_step
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        batch[0].zero_()
+
+
+def test_a_module_may_write_into_its_batches():
+    """Lightning's own Trainer writes into batches that are kept; so it gets new ones."""
+    kept = list(loader())
+    before = copy.deepcopy(kept)
+    theirs, ours = made(Writing)
+    trained_by_lightning(theirs, loader(), validation=loader())
+    trained(ours, kept, validation=kept)
+    assert_equal_weights(ours, theirs, atol=1e-6)
+    for one, other in zip(kept, before, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
