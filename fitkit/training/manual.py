@@ -118,7 +118,7 @@ def exchange_gradients(strategy: Strategy, parameters: list[torch.nn.Parameter])
         Collective.
     """
     if strategy.engine is None or not strategy.engine.average_gradients(parameters):
-        strategy.collectives.mean_gradients(parameters)
+        strategy.mean_gradients(parameters)
 
 
 def check_manual(model: Module) -> None:
