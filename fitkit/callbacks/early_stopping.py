@@ -195,10 +195,10 @@ class EarlyStopping(Callback):
         if self.restore_best_weights:
             # Within an epoch, a schedule-free optimizer holds the weights that it trains at.
             evaluated = self.model._fitkit.fit_state.evaluated()
-            with self._monitored.weights(self), evaluated:
-                # By the names that a resumed training has, too, if only one of them is compiled.
-                with uncompiled(self.model._weights_module()) as module:
-                    self.best_weights = copied_to_host(module.state_dict())
+            # By the names that a resumed training has, too, if only one of them is compiled.
+            own_names = uncompiled(self.model._weights_module())
+            with self._monitored.weights(self), evaluated, own_names as module:
+                self.best_weights = copied_to_host(module.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         kept = {name: getattr(self, name) for name in KEPT}

@@ -273,8 +273,8 @@ def load_weights(
 
     Files of `.pt`, `.pth` and `.safetensors` by other programs can be read, too. If all names in
     one begin with a wrapper's prefix (`module.`, `net.`, `model.`) and fit without it, the prefix
-    is dropped, with a warning. The names of `torch.compile`'s wrappers (`_orig_mod`) are always left
-    out, in the file and in the module.
+    is dropped, with a warning. The names of `torch.compile`'s wrappers (`_orig_mod`) are left out,
+    in the file and in the module.
 
     Args:
         path: a file that `save_weights` wrote.

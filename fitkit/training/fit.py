@@ -103,7 +103,14 @@ class Fit:
         self.collectives: Collectives = self.strategy.collectives
         self.strategy.place(model, for_training=True)
         self.collectives.broadcast_tensors([*compilation.loss_parameters()])
-        self.source: Source = rank_source(model, arguments.source, training=True)
+        shares = self.strategy.data_ranks.world_size
+        per_epoch = arguments.steps_per_epoch
+        self.source: Source = rank_source(
+            model,
+            arguments.source,
+            training=True,
+            steps=None if per_epoch is None else per_epoch * shares,
+        )
         if isinstance(self.source.whole, ArraySource):
             self.source.whole.ahead = compilation.given.steps_per_execution
         self.held_out: dict[str, Source] = {
@@ -111,7 +118,6 @@ class Fit:
             for name, source in arguments.held_out.items()
         }
         first, resumed = arguments.initial_epoch, arguments.resumed
-        shares = self.strategy.data_ranks.world_size
         self.progress: Progress = Progress(epoch=first, number=first, shares=shares)
         if resumed is not None:
             self.progress = resumed.for_rank(self.collectives.rank, shares)
