@@ -72,8 +72,7 @@ def sharded(
         training: whether ranks must make equal numbers of steps.
         replace_sampler: whether a loader's sampler may be replaced.
         scatter: whether only rank 0 can read plain iterables, and sends batches to the others.
-        steps: how many batches all ranks read of a pass at most, if that is known; in training,
-            for an epoch, after which the pass may go on.
+        steps: how many batches are read at most (of a pass, or for a training's epoch), if known.
         fills: whether a rank without a batch gets `NoRows` where rank 0 hands batches out. So all
             get equally many, and may exchange other things between two of them.
         samples_of: counts a batch's samples.
@@ -358,7 +357,7 @@ class Order:
 
 
 def in_parts(indices: Iterator[Any], size: int) -> Iterator[tuple[list[Any], bool]]:
-    """Yield parts of `size` entries, and whether a part is the last one: one entry is read ahead."""
+    """Yield parts of `size` entries, and whether each is the last one: one entry is read ahead."""
     ahead = list(itertools.islice(indices, 1))
     while True:
         part = ahead + list(itertools.islice(indices, size - len(ahead)))
@@ -374,8 +373,7 @@ class _DealtByIndex(_Shard):
     All ranks have the same indices of all batches, and each reads its own.
 
     Args:
-        limit: how many batches of a pass are read at most, if that is known; in training, for an
-            epoch.
+        limit: how many batches are read at most (of a pass, or for a training's epoch), if known.
     """
 
     source: ArraySource | LoaderSource

@@ -28,6 +28,7 @@ from fitkit.guests import guest_of
 from fitkit.modes import kept_in_evaluation, modes_restored, to_training
 from fitkit.module import Module
 from fitkit.optimizers import warn_of_flags
+from fitkit.printing import say
 from fitkit.progress import Progress
 from fitkit.random_states import kept_random_numbers, random_state, set_random_state
 from fitkit.training import unsaved
@@ -286,7 +287,7 @@ class Fit:
             batch = f", batches of {sizes} samples"
             if (every := self.accumulate) > 1:
                 batch += f", an update every {every} batches ({parts * size * every} samples)"
-        print(f"{what} on {device if ranks * replicas == 1 else device.type}{batch}", flush=True)
+        say(f"{what} on {device if ranks * replicas == 1 else device.type}{batch}")
 
     @contextlib.contextmanager
     def batch_norms_synchronized(self) -> Iterator[None]:
