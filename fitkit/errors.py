@@ -30,6 +30,8 @@ from pathlib import Path
 
 import torch
 
+from fitkit.printing import where_possible
+
 PAGE = "docs/troubleshooting.md"
 
 CODES = {
@@ -257,7 +259,8 @@ def warn(message: str, code: str | None = None) -> None:
         (PACKAGE, torch_package)
     ):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, UserWarning, stacklevel=level)
+    with where_possible():
+        warnings.warn(message, UserWarning, stacklevel=level)
 
 
 @functools.cache

@@ -246,9 +246,11 @@ def tensors_of(module: nn.Module) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def weights_cast_anew() -> Iterator[None]:
-    """Let autocast cast a weight at each use within the block, so that no copy outlives an update.
+    """Let autocast cast a weight at each use within the block, so that no copy outlives a change.
 
-    An autocast keeps the half-precision copies of the weights until the outermost one ends.
+    An autocast keeps the half-precision copies of the weights until the outermost one ends. The
+    user's own code may change the weights before that: by an update, in place, by swapping an
+    average in.
     """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)

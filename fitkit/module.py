@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import io
 import numbers
 from collections.abc import Iterable, Mapping
 from types import FrameType
@@ -23,6 +24,7 @@ from fitkit.foreign_names import instead
 from fitkit.guests import Guest
 from fitkit.losses import checked_count
 from fitkit.optimizers import held_by
+from fitkit.printing import say
 from fitkit.record import LogOptions as LogOptions
 from fitkit.record import Record
 
@@ -402,9 +404,16 @@ class Module(nn.Module):
         self.requires_grad_(value)
 
     def print(self, *values: Any, **options: Any) -> None:
-        """Print on rank 0 only."""
-        if self.is_global_zero:
+        """Print on rank 0 only.
+
+        If the standard output is closed, or can't have some characters, training goes on.
+        """
+        if self.is_global_zero and options.get("file") is not None:
             print(*values, **options)
+        elif self.is_global_zero:
+            line = io.StringIO()
+            print(*values, **{**options, "file": line})
+            say(line.getvalue(), end="")
 
     # ------------------------------------------------------------------ ranks and replicas
 

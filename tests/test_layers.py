@@ -15,6 +15,7 @@ LAYERS = {
     "accelerators": 0,
     "errors": 0,
     "foreign_names": 0,
+    "printing": 0,
     "shortcuts": 0,
     "typing": 0,
     "version": 0,
@@ -72,6 +73,7 @@ STATELESS = {
     "foreign_names",
     "modes",
     "outputs",
+    "printing",
     "random_states",
     "registry",
     "samples",
@@ -99,6 +101,7 @@ FACES = {
 WITHIN_A_LAYER = {
     ("activation_checkpointing", "arguments"),
     ("arguments", "registry"),
+    ("errors", "printing"),
     ("hooks", "callbacks"),
     ("metrics", "losses"),
     ("outputs", "trees"),

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import FrameType
@@ -30,6 +29,7 @@ from fitkit.callbacks.checkpoint_writer import CheckpointWriter, newest_whole, r
 from fitkit.callbacks.text_files import checked_place
 from fitkit.checkpoint import remote, remove_abandoned
 from fitkit.errors import ConfigurationError, warn
+from fitkit.printing import say
 
 NAME = re.compile(r"backup-(\d{6,})\.(?:h5|dcp)")
 
@@ -233,7 +233,7 @@ class BackupAndRestore(Callback):
         self._signals.restore(leaving=True)
         if self.model.is_global_zero:
             said = f"fitkit: got signal {number}, {done}; exits with status {error.code}."
-            print(said, file=sys.stderr, flush=True)
+            say(said, stream="stderr")
             if number != 15:
                 requeue()
         self._signals.pass_on()

@@ -14,6 +14,7 @@ from fitkit.arguments import describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 from fitkit.fit_state import Run
 from fitkit.module import Module
+from fitkit.printing import say
 from fitkit.registry import did_you_mean
 
 Logs = Mapping[str, Any]
@@ -418,7 +419,7 @@ def share_buffers(model: Module) -> None:
 def print_on_rank_zero(model: Module, text: str) -> None:
     """Print a line on rank 0 only."""
     if model.is_global_zero:
-        print(text, flush=True)
+        say(text)
 
 
 def several_ranks(model: Module) -> bool:

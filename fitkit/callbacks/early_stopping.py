@@ -19,6 +19,7 @@ from fitkit.arguments import (
 from fitkit.buffers import resize_buffers
 from fitkit.callbacks.base import Callback, Logs, from_rank_zero, print_on_rank_zero
 from fitkit.callbacks.monitor import Monitor
+from fitkit.checkpoint import uncompiled
 from fitkit.errors import ArgumentTypeError, ConfigurationError, missing_package
 
 KEPT = ("best", "best_epoch", "wait", "stopped_epoch", "best_weights")
@@ -185,16 +186,19 @@ class EarlyStopping(Callback):
     def _restore(self) -> None:
         weights, self.best_weights = self.best_weights, None
         assert weights is not None
-        module = self.model._weights_module()
-        resize_buffers(module, weights)
-        module.load_state_dict(weights)
+        with uncompiled(self.model._weights_module()) as module:
+            resize_buffers(module, weights)
+            module.load_state_dict(weights)
 
     def _keep_weights(self, epoch: int) -> None:
         self.best_epoch = epoch
         if self.restore_best_weights:
             # Within an epoch, a schedule-free optimizer holds the weights that it trains at.
-            with self._monitored.weights(self), self.model._fitkit.fit_state.evaluated():
-                self.best_weights = copied_to_host(self.model._weights_module().state_dict())
+            evaluated = self.model._fitkit.fit_state.evaluated()
+            # By the names that a resumed training has, too, if only one of them is compiled.
+            own_names = uncompiled(self.model._weights_module())
+            with self._monitored.weights(self), evaluated, own_names as module:
+                self.best_weights = copied_to_host(module.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         kept = {name: getattr(self, name) for name in KEPT}

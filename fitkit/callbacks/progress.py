@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from fitkit.arguments import check_number, chosen_verbose
 from fitkit.callbacks.base import Callback, Logs
 from fitkit.callbacks.callback_list import CallbackList
 from fitkit.callbacks.display import Display, Moment, display_for, shown_metrics
+from fitkit.printing import is_lost, where_possible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -264,12 +264,14 @@ class ProgressBar(Callback):
         """Show something. If the terminal is gone, the display ends and training continues."""
         try:
             act(*args, **kwargs)
-        except OSError:
+        except (OSError, ValueError) as error:
+            if not is_lost(error):
+                raise
             display, self._display = self._display, None
             self._is_shown = False
             self._due_s = NEVER
             if display is not None:
-                with contextlib.suppress(OSError):
+                with where_possible():
                     display.close(erase=True)
 
 

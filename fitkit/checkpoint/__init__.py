@@ -13,6 +13,7 @@ from fitkit.checkpoint.folders import is_there, link_checkpoint, remove_checkpoi
 from fitkit.checkpoint.frozen import without_frozen
 from fitkit.checkpoint.optimizer_state import check_fused_state, check_optimizer_state
 from fitkit.checkpoint.sharded_folder import is_folder_name, save_folder
+from fitkit.checkpoint.uncompiled import plain_name, uncompiled
 from fitkit.checkpoint.weights import (
     FittingWeights,
     LoadedWeights,
@@ -34,12 +35,14 @@ __all__ = [
     "link_checkpoint",
     "load_weights",
     "open_checkpoint",
+    "plain_name",
     "read_container",
     "remove_abandoned",
     "remove_checkpoint",
     "save_checkpoint",
     "save_folder",
     "save_weights",
+    "uncompiled",
     "without_frozen",
     "write_container",
 ]

@@ -241,19 +241,27 @@ class OpenWeights:
 
     def without_prefix(self, prefix: str) -> OpenWeights:
         """Return the same weights under names without what all of them begin with."""
+        # A submodule's name has no dot at its end; the wrapper itself has no place here.
+        inside = {n: v for n, v in self.versions.items() if f"{n}.".startswith(prefix)}
+        return replace(self, versions=inside).renamed(lambda name: name.removeprefix(prefix))
+
+    def renamed(self, new_name: Callable[[str], str]) -> OpenWeights:
+        """Return the same weights under other names.
+
+        Args:
+            new_name: a function that returns a name's new one; names of submodules end in a dot.
+        """
 
         def renamed(mapping: Mapping[str, Any]) -> dict[str, Any]:
-            return {name[len(prefix) :]: value for name, value in mapping.items()}
+            return {new_name(name): value for name, value in mapping.items()}
 
-        # A submodule's name has no dot at its end; the wrapper itself has no place here.
-        versions = {f"{name}.": version for name, version in self.versions.items()}
-        inside = {name: v for name, v in versions.items() if name.startswith(prefix)}
+        versions = {new_name(f"{name}."): version for name, version in self.versions.items()}
         return replace(
             self,
             places=renamed(self.places),
             described=renamed(self.described),
             extra=renamed(self.extra),
-            versions={name[:-1]: version for name, version in renamed(inside).items()},
+            versions={name[:-1]: version for name, version in versions.items()},
             frozen=Frozen(renamed(self.frozen.dtypes), self.frozen.digest),
         )
 

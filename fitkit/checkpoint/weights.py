@@ -27,6 +27,7 @@ from fitkit.checkpoint.formats import (
     open_weights,
 )
 from fitkit.checkpoint.frozen import noted
+from fitkit.checkpoint.uncompiled import plain_name, uncompiled
 from fitkit.distributed.meta_tensors import fill_meta
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError, warn
 
@@ -271,8 +272,9 @@ def load_weights(
     there. A warning says so if they aren't those that the file was made with.
 
     Files of `.pt`, `.pth` and `.safetensors` by other programs can be read, too. If all names in
-    one begin with a wrapper's prefix (`module.`, `_orig_mod.`, `net.`, `model.`) and fit without
-    it, the prefix is dropped, with a warning.
+    one begin with a wrapper's prefix (`module.`, `net.`, `model.`) and fit without it, the prefix
+    is dropped, with a warning. The names of `torch.compile`'s wrappers (`_orig_mod`) are left out,
+    in the file and in the module.
 
     Args:
         path: a file that `save_weights` wrote.
@@ -326,19 +328,23 @@ class FittingWeights:
             ConfigurationError: the module is on the meta device, and a part of it gets no weights
                 and can't draw any; nothing is changed.
         """
-        fill_meta(self._module, {**self._held, **self._waiting})
+        with uncompiled(self._module) as module:
+            self._assign_to(module)
+        return self.outcome
+
+    def _assign_to(self, module: torch.nn.Module) -> None:
+        fill_meta(module, {**self._held, **self._waiting})
         state = self._held.copy()
         state._metadata = self._held._metadata  # type: ignore[attr-defined]
         if self._waiting:
-            targets = plain_targets(self._module)  # the module may have been converted since
+            targets = plain_targets(module)  # the module may have been converted since
             filled = {name: targets[name] for name in self._waiting if name in targets}
             others = [name for name in self._waiting if name not in filled]
             state.update(self._source.content(others).state_dict())
             _fill(self._source, filled, self._waiting)
             # A tensor that is copied into itself stays as it is.
             state.update(filled)
-        _assign(self._path, self._module, state)
-        return self.outcome
+        _assign(self._path, module, state)
 
 
 def fitting_weights(
@@ -363,7 +369,11 @@ def fitting_weights(
         CheckpointError: they don't fit; the message lists all names that don't.
         ConfigurationError: the module has parameters without values.
     """
-    expected = _expected(module)
+    _check_module(module)
+    with uncompiled(module) as plain:
+        expected = _expected(plain)
+        targets = plain_targets(plain)
+    source = _without_compilers(source)
     if source.foreign:
         source = without_wrapper(source, expected, path)
     comparison = compare(source, expected)
@@ -377,7 +387,7 @@ def fitting_weights(
                 "that training began, or use load_weights."
             )
         warn(f"{problem} What it has was loaded; the rest of the module stays as it is.")
-    waiting = _waiting(source, comparison, module)
+    waiting = _waiting(source, comparison, targets)
     held = source.content([n for n in comparison.fitting if n not in waiting]).state_dict()
     if comparison.mismatched:
         warn(f"{path}: the module keeps its own values{comparison.list_mismatched('for')}")
@@ -392,7 +402,6 @@ def _check_module(module: object) -> None:
 
 def _expected(module: torch.nn.Module) -> dict[str, Any]:
     """Return the module's state dict, where all of it has values that can be replaced."""
-    _check_module(module)
     state = dict(module.state_dict())
     for name, value in state.items():
         if torch.nn.parameter.is_lazy(value):
@@ -404,7 +413,7 @@ def _expected(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _waiting(
-    source: OpenWeights, comparison: Matching, module: torch.nn.Module
+    source: OpenWeights, comparison: Matching, targets: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.dtype]:
     """Return the names of what is read straight into the module, with the dtypes in the file.
 
@@ -418,7 +427,6 @@ def _waiting(
     }
     if sum(sizes.values()) <= _HELD_BYTES:
         return {}
-    targets = plain_targets(module)
     return {
         name: described[name][1]
         for name in sizes
@@ -509,8 +517,16 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-# DataParallel and DDP; torch.compile; what models that hold a net mostly call it.
-_PREFIXES = ("module.", "_orig_mod.", "net.", "model.")
+def _without_compilers(source: OpenWeights) -> OpenWeights:
+    """`source`, under the names that its weights have without `torch.compile`'s wrappers."""
+    names = [*source.describe(), *source.extra, *source.frozen.dtypes]
+    plain = set(map(plain_name, names))
+    is_needed = len(plain) == len(set(names)) and plain != set(names)
+    return source.renamed(plain_name) if is_needed else source
+
+
+# DataParallel and DDP; what models that hold a net mostly call it.
+_PREFIXES = ("module.", "net.", "model.")
 
 
 def without_wrapper(source: OpenWeights, expected: Mapping[str, Any], path: str) -> OpenWeights:

@@ -72,7 +72,7 @@ def sharded(
         training: whether ranks must make equal numbers of steps.
         replace_sampler: whether a loader's sampler may be replaced.
         scatter: whether only rank 0 can read plain iterables, and sends batches to the others.
-        steps: how many batches of a pass are read at most, if that is known.
+        steps: how many batches are read at most (of a pass, or for a training's epoch), if known.
         fills: whether a rank without a batch gets `NoRows` where rank 0 hands batches out. So all
             get equally many, and may exchange other things between two of them.
         samples_of: counts a batch's samples.
@@ -296,7 +296,7 @@ class _Shard(Source):
 
 
 PART = 4096
-"""How many batches of an order of unknown length rank 0 draws at a time, at least."""
+"""The most batches of an order of unknown length that rank 0 draws at a time."""
 
 
 class Order:
@@ -357,7 +357,7 @@ class Order:
 
 
 def in_parts(indices: Iterator[Any], size: int) -> Iterator[tuple[list[Any], bool]]:
-    """Parts of `size` entries each, and whether a part is the last one."""
+    """Yield parts of `size` entries, and whether each is the last one: one entry is read ahead."""
     ahead = list(itertools.islice(indices, 1))
     while True:
         part = ahead + list(itertools.islice(indices, size - len(ahead)))
@@ -373,7 +373,7 @@ class _DealtByIndex(_Shard):
     All ranks have the same indices of all batches, and each reads its own.
 
     Args:
-        limit: how many batches of a pass are read at most, if that is known.
+        limit: how many batches are read at most (of a pass, or for a training's epoch), if known.
     """
 
     source: ArraySource | LoaderSource
@@ -428,7 +428,9 @@ class _DealtByIndex(_Shard):
         if is_first:
             indices, seeds = begin_order(source.loader)
             computed = computed_batches(source.loader)  # a seed instead of all indices
-            parts = in_parts(indices, max(source.steps or 0, PART))
+            # No further than the epoch needs: a sampler may have no end, and draw at each index.
+            most = PART if self._limit is None else min(self._limit, PART)
+            parts = in_parts(indices, max(source.steps or 0, most))
             first = next(parts) if computed is None else (computed, True)
             drawn = (*first, seeds)
         groups, ended, seeds = self.ranks.broadcast(drawn)

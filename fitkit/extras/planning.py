@@ -31,6 +31,7 @@ from fitkit.extras.dp import DP
 from fitkit.extras.parallel.tensor import divided_in
 from fitkit.extras.tune import untouched
 from fitkit.model import Model
+from fitkit.printing import say
 from fitkit.samples import samples_of
 from fitkit.seams import (
     DDP,
@@ -181,7 +182,7 @@ def plan(
             own = costs_of(item, net, own, devices, num_nodes)
         costs[name] = own
     found = Plan(devices, num_nodes, samples_of(batch), whole, costs, notes)
-    print(found)
+    say(found)
     return found
 
 

@@ -28,6 +28,7 @@ from fitkit.guests import guest_of
 from fitkit.modes import kept_in_evaluation, modes_restored, to_training
 from fitkit.module import Module
 from fitkit.optimizers import warn_of_flags
+from fitkit.printing import say
 from fitkit.progress import Progress
 from fitkit.random_states import kept_random_numbers, random_state, set_random_state
 from fitkit.training import unsaved
@@ -103,7 +104,14 @@ class Fit:
         self.collectives: Collectives = self.strategy.collectives
         self.strategy.place(model, for_training=True)
         self.collectives.broadcast_tensors([*compilation.loss_parameters()])
-        self.source: Source = rank_source(model, arguments.source, training=True)
+        shares = self.strategy.data_ranks.world_size
+        per_epoch = arguments.steps_per_epoch
+        self.source: Source = rank_source(
+            model,
+            arguments.source,
+            training=True,
+            steps=None if per_epoch is None else per_epoch * shares,
+        )
         if isinstance(self.source.whole, ArraySource):
             self.source.whole.ahead = compilation.given.steps_per_execution
         self.held_out: dict[str, Source] = {
@@ -111,7 +119,6 @@ class Fit:
             for name, source in arguments.held_out.items()
         }
         first, resumed = arguments.initial_epoch, arguments.resumed
-        shares = self.strategy.data_ranks.world_size
         self.progress: Progress = Progress(epoch=first, number=first, shares=shares)
         if resumed is not None:
             self.progress = resumed.for_rank(self.collectives.rank, shares)
@@ -280,7 +287,7 @@ class Fit:
             batch = f", batches of {sizes} samples"
             if (every := self.accumulate) > 1:
                 batch += f", an update every {every} batches ({parts * size * every} samples)"
-        print(f"{what} on {device if ranks * replicas == 1 else device.type}{batch}", flush=True)
+        say(f"{what} on {device if ranks * replicas == 1 else device.type}{batch}")
 
     @contextlib.contextmanager
     def batch_norms_synchronized(self) -> Iterator[None]:

@@ -13,7 +13,6 @@ from fitkit.errors import ConfigurationError, warn
 from fitkit.fit_state import FitState
 from fitkit.hooks import overridden
 from fitkit.losses import Count
-from fitkit.modes import weights_cast_anew
 from fitkit.module import Module
 from fitkit.training.step_context import StepContext
 from fitkit.training.step_for import Step
@@ -46,7 +45,7 @@ class Manual:
         if self._updates_before is None:
             self._updates_before = updates
         versions = None if self._steps_count else self._versions()
-        with state.counting_steps(), weights_cast_anew():
+        with state.counting_steps():
             self._step.record(batch, self._step(batch, index))
         if state.updates != updates:
             self._steps_count = True
@@ -119,7 +118,7 @@ def exchange_gradients(strategy: Strategy, parameters: list[torch.nn.Parameter])
         Collective.
     """
     if strategy.engine is None or not strategy.engine.average_gradients(parameters):
-        strategy.collectives.mean_gradients(parameters)
+        strategy.mean_gradients(parameters)
 
 
 def check_manual(model: Module) -> None:

@@ -20,6 +20,7 @@ from fitkit.distributed.wrapped_model import ReplicatedModel, WrappedModel
 from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import overridden, step_arguments
 from fitkit.losses import checked_count
+from fitkit.modes import weights_cast_anew
 from fitkit.module import Module, is_metric
 from fitkit.training.log import Logbook
 from fitkit.training.step import Outcome
@@ -130,7 +131,7 @@ class OwnStep:
         leaves_no_trace = self._has_loss and (is_padding or context.is_silent)
         with _metrics_restored(self.model) if leaves_no_trace else contextlib.nullcontext():
             given = own_data(batch) if self._moves else self.mover(batch)
-            with self.autocast():
+            with weights_cast_anew(), self.autocast():
                 outputs = self.enter(given, *self.arguments(index, optimizer_idx))
                 outputs = self.ended(outputs)
             found = self._outcome(outputs) if self._has_loss else Outcome(None, outputs=outputs)

@@ -135,12 +135,18 @@ def weights_of(model: Module, *, spread: bool = False, trainable_only: bool = Fa
 def _state_dict_of(model: Module, trainable_only: bool) -> Callable[[], PlainData]:
     """Return a function that returns the weights to save."""
     module, strategy = model._weights_module(), model._fitkit.compilation.strategy
+
+    def whole() -> PlainData:
+        with files.uncompiled(module) as plain:
+            return plain.state_dict()
+
     if not trainable_only:
-        return module.state_dict
+        return whole
     # While sharded, so that no rank ever holds all of a base that isn't saved.
     give = strategy.engine.parts if strategy.engine is not None else lambda make: make()
-    wanted = strategy.world.rank == 0
-    learning = files.without_frozen(module, give(module.state_dict), wanted=wanted)
+    wanted, found = strategy.world.rank == 0, give(whole)
+    with files.uncompiled(module) as plain:
+        learning = files.without_frozen(plain, found, wanted=wanted)
     return lambda: learning
 
 
@@ -246,7 +252,7 @@ def _check_losses(model: Module, training: PlainData, path: str) -> None:
 
 def _names_of(model: Module) -> dict[int, str]:
     """Return the parameters' names, by their identity."""
-    return {id(parameter): name for name, parameter in model.named_parameters()}
+    return {id(p): files.plain_name(name) for name, p in model.named_parameters()}
 
 
 def _names_in(optimizer: Optimizer, names: dict[int, str]) -> list[list[str]]:
@@ -507,7 +513,7 @@ def _made_again(instance: object, model: Module) -> Optimizer | None:
     """
     if not isinstance(instance, dict) or not is_plain(instance):
         return None
-    parameters = dict(model.named_parameters())
+    parameters = {files.plain_name(name): p for name, p in model.named_parameters()}
     if not all(name in parameters for group in instance["groups"] for name in group["names"]):
         return None
     kind = OPTIMIZERS[instance["class"]]

@@ -217,7 +217,7 @@ def rank_source(
     """Return this rank's share of a source: all of it if no other rank reads it.
 
     Args:
-        steps: how many batches of a pass are read at most, if that is known.
+        steps: as in `sharded`.
         fills: as in `sharded`.
         samples_of: counts a batch's samples; None for `counter_of(model)`.
 

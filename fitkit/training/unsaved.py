@@ -13,6 +13,7 @@ from torch import nn
 from fitkit.arguments import dtype_name
 from fitkit.buffers import Place
 from fitkit.checkpoint.arrays import STORED_AS
+from fitkit.checkpoint.uncompiled import plain_name
 from fitkit.errors import CheckpointError
 from fitkit.module import Module
 from fitkit.tensors import bytes_of
@@ -51,7 +52,7 @@ def restore(model: Module, training: PlainData) -> None:
 
 def _places(model: nn.Module) -> dict[str, Place]:
     return {
-        f"{prefix}.{key}": Place(part._buffers, key)
+        f"{plain_name(prefix)}.{key}": Place(part._buffers, key)
         for prefix, part in model.named_modules()
         for key in sorted(part._non_persistent_buffers_set)
     }

@@ -208,6 +208,19 @@ def ended_by_interrupt(end: Callable[[], None]) -> Iterator[None]:
         reading.close()
 
 
+def open_standard_files() -> None:
+    """Open those of this process's first three files that are closed, as a daemon's are.
+
+    A connection that got such a number wouldn't reach a process that is started: there it is the
+    number of a standard stream.
+    """
+    for file in range(3):
+        try:
+            os.fstat(file)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number
+
+
 class RankProcess:
     """The process of one of the other ranks: its start, its last words and its end.
 

@@ -35,6 +35,7 @@ from fitkit.distributed.launchers.process import (
 from fitkit.distributed.launchers.ranks import JoinsRanks, RankLauncher
 from fitkit.distributed.launchers.watch import Failure
 from fitkit.errors import ConfigurationError, WorkerError, warn
+from fitkit.printing import say, where_possible
 
 Result = TypeVar("Result")
 
@@ -159,18 +160,19 @@ class ScriptRanks(StartedRanks):
         if failed:
             return
         for other in late:
-            print(
+            say(
                 f"fitkit: stopped rank {other.rank}'s script, which was still running {EXIT_S:g} "
                 "s after rank 0's script had ended.",
-                file=sys.stderr,
+                stream="stderr",
             )
         failing = [other for other in self.processes if other not in late and other.has_failed()]
         for other in failing:
-            print("fitkit: {0.what}\n{0.text}".format(other.failure()), file=sys.stderr)
+            say("fitkit: {0.what}\n{0.text}".format(other.failure()), stream="stderr")
         if failing:
             # A script that failed on some rank hasn't succeeded.
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in filter(None, (sys.stdout, sys.stderr)):
+                with where_possible():
+                    stream.flush()
             os._exit(1)
 
 

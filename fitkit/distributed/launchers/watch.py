@@ -28,6 +28,7 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from fitkit.distributed.stores import longest_pause
 from fitkit.errors import WorkerError, with_code
+from fitkit.printing import say
 
 PERIOD_S = 0.5
 """Between two looks while all is well."""
@@ -274,7 +275,7 @@ class Watch:
             message = (
                 f"fitkit: stopped rank {self._rank}, because another rank failed. {failure.what}"
             )
-            print(f"{message}\n{failure.text}", file=sys.stderr, flush=True)
+            say(f"{message}\n{failure.text}", stream="stderr")
             os._exit(1)
 
     def _stack(self) -> str:

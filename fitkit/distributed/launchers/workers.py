@@ -38,6 +38,7 @@ from fitkit.distributed.launchers.process import (
     StartedRanks,
     end_own_session,
     end_with_parent,
+    open_standard_files,
     share_of_cores,
 )
 from fitkit.distributed.launchers.ranks import JoinsRanks, RankLauncher
@@ -160,6 +161,7 @@ class WorkerProcess(RankProcess):
     def __init__(
         self, rank: int, size: int, folder: MeetingFolder, shows_output: bool = False
     ) -> None:
+        open_standard_files()
         self._socket, theirs = socket.socketpair()
         self._connection = Connection(os.dup(self._socket.fileno()))
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]

@@ -219,6 +219,14 @@ class Strategy:
         """
         return None
 
+    def mean_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Replace gradients by their mean over the ranks, where no wrapper or engine does so.
+
+        Ranks:
+            Collective.
+        """
+        self.collectives.mean_gradients(parameters)
+
     def after_first_batch(self, module: torch.nn.Module, optimizers: list[Optimizer]) -> None:
         """Make equal on all ranks what the module's first forward has set on each.
 

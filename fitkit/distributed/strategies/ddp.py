@@ -26,6 +26,7 @@ from fitkit.distributed.launchers.process import check_output, shows_all
 from fitkit.distributed.launchers.ranks import RankLauncher
 from fitkit.distributed.launchers.script import ScriptLauncher, what_runs_instead_of_a_script
 from fitkit.distributed.launchers.workers import WorkersLauncher
+from fitkit.distributed.sparse_gradients import mean_sparse_gradients, sparse_layers
 from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.world import World, enter, in_own_group, leave, place_among
 from fitkit.distributed.wrapped_model import StepRouter, WrappedModel
@@ -109,6 +110,7 @@ class DDP(Strategy):
             "gradient_as_bucket_view": gradient_as_bucket_view,
         }
         self._wrapper: DDPWrapper | None = None  # of the current training
+        self._sparse: list[torch.nn.Parameter] = []  # those with sparse gradients
         self._made_group = False
 
     def connect(self, assignment: Assignment) -> Strategy:
@@ -193,12 +195,19 @@ class DDP(Strategy):
             same: WrappedModel = self._wrapper.wrapped  # a callback of fit calls `train_on_batch`
             return same
         wrapped = self.wrap_for_evaluation(module)
-        if not averages or self.collectives.world_size == 1:
+        if self.collectives.world_size == 1:
             return wrapped
-        self._check_gradients(module)
+        self._sparse = self._sparse_weights(module)
+        if not averages:
+            return wrapped
         can_compile = compiles and wrapped.is_bare and not self.has_engine
         # An engine computes gradients in its own way, so a count isn't safe among them.
         carrier = self._new_carrier(module) if may_count and not self.has_engine else None
+        is_torchs = type(self).configure_ddp is DDP.configure_ddp and self.comm_hook is None
+        if self._sparse and is_torchs:
+            # DDP can't exchange those that a rank's batch doesn't use.
+            wrapped.count_parameter, wrapped.shared_buffers = carrier, list(module.buffers())
+            return wrapped
         wrapper = DDPWrapper(wrapped, carrier, self.configure_ddp, type(self).__name__)
         if can_compile and wrapper.is_replaceable:
             wrapper.drop()
@@ -208,21 +217,31 @@ class DDP(Strategy):
             self._wrapper = wrapper
         return wrapped
 
-    def _check_gradients(self, module: torch.nn.Module) -> None:
-        """Refuse layers whose gradients are sparse, which only gloo sums.
+    def _sparse_weights(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
+        """Return the weights whose gradients are sparse, which only gloo sums.
 
         Raises:
-            ConfigurationError: with the layer's name.
+            ConfigurationError: another backend would have to; with the layer's name.
         """
-        if not is_accelerator(self.device) or self.process_group_backend == "gloo":
-            return
-        for name, layer in module.named_modules():
-            learns = any(parameter.requires_grad for parameter in layer.parameters(recurse=False))
-            if learns and getattr(layer, "sparse", False) is True:
+        found = []
+        for name, layer in sparse_layers(module):
+            own = list(layer.parameters(recurse=False))
+            sums = not is_accelerator(self.device) or self.process_group_backend == "gloo"
+            if not sums and any(parameter.requires_grad for parameter in own):
                 raise ConfigurationError(
                     f"The gradients of {name} are sparse, and {self.device.type} devices can't "
                     f"exchange those. Write sparse=False in {type(layer).__name__}."
                 )
+            found += own
+        return found
+
+    def mean_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
+        if not self._sparse:
+            super().mean_gradients(parameters)
+            return
+        sparse = {id(parameter) for parameter in self._sparse}
+        super().mean_gradients([one for one in parameters if id(one) not in sparse])
+        mean_sparse_gradients([one for one in parameters if id(one) in sparse])
 
     def _new_carrier(self, module: torch.nn.Module) -> torch.nn.Parameter | None:
         """Return an extra parameter for DDP to average. None if DDP wouldn't see that it is used,
@@ -263,7 +282,7 @@ class DDP(Strategy):
 
     def finish(self) -> None:
         super().finish()
-        wrapper, self._wrapper = self._wrapper, None
+        wrapper, self._wrapper, self._sparse = self._wrapper, None, []
         if wrapper is not None:
             wrapper.drop()
 

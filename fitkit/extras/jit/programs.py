@@ -22,6 +22,7 @@ from fitkit.extras.jit.net import give_own_code
 from fitkit.extras.jit.passes import faster, with_passes
 from fitkit.extras.jit.proof import Backend
 from fitkit.extras.jit.tracing import UncompiledError, compiled, why_uncompiled
+from fitkit.printing import say
 
 ON_CPU = {"size_asserts": False}
 """Options of torch's compiler, besides the user's, on a CPU.
@@ -122,7 +123,7 @@ class Programs:
             program = program or self._program(key, device, most)
         began = time.monotonic()
         if is_new and self.is_announced:
-            print(f"compiling {self.what} …", end="", flush=True)
+            say(f"compiling {self.what} …", end="")
         try:
             with torch.no_grad():
                 # Within no_grad, torch's compiler writes new weights over the old ones. Otherwise
@@ -136,14 +137,14 @@ class Programs:
                     found = graph.watched(partial(program, function, given), batches)
         except _compilers_errors() as error:
             if is_new and self.is_announced:
-                print(flush=True)
+                say("")
             if isinstance(error, UncompiledError):
                 raise
             raise UncompiledError(why_uncompiled(error)) from error
         if is_new:
             self._compiled[key] = program
             if self.is_announced:
-                print(f" {time.monotonic() - began:.1f} s", flush=True)
+                say(f" {time.monotonic() - began:.1f} s")
         return found
 
     def may_loop(self, device: str) -> bool:

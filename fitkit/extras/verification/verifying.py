@@ -22,6 +22,7 @@ from fitkit.extras.verification.results import Cause, Row, Verification
 from fitkit.extras.verification.trials import Trials
 from fitkit.model import Model
 from fitkit.modes import in_use
+from fitkit.printing import say
 from fitkit.random_states import kept_random_numbers, set_seed
 from fitkit.seams import (
     LoaderSource,
@@ -130,7 +131,7 @@ def verify(
         f"{trials.precision[:2]} with whole batches in one process",
     )
     if verbose:
-        print(found)
+        say(found)
     return found
 
 

@@ -212,6 +212,28 @@ def test_ranks_get_what_the_loader_gives(kind, training, scatter):
     assert found == list(itertools.chain.from_iterable(given))
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_an_endless_sampler_is_read_as_far_as_an_epoch_needs(training):
+    def read(exchange):
+        drawn = []
+        endless = (drawn.append(index) or index % 13 for index in itertools.count())
+        source = make_source(numbers(sampler=endless))
+        shard = sharded(
+            source, exchange, training=training, replace_sampler=True, scatter=True, steps=6
+        )
+        counts, batches = [], shard.batches(0)
+        for _ in range(2 if training else 1):
+            assert len(list(itertools.islice(batches, 3))) == 3
+            counts.append(len(drawn))
+        return counts
+
+    first, other = on_ranks(2, read)
+    epochs = 2 if training else 1
+    assert other == [0] * epochs
+    # Two ranks read three batches of two indices each in an epoch, and one batch ahead.
+    assert first == [(6 * epoch + 1) * 2 for epoch in range(1, epochs + 1)]
+
+
 def test_a_sampler_with_the_part_of_another_rank_is_refused():
     def read(exchange):
         sampler = BatchSampler(DistributedSampler(Numbers(), 2, 0, shuffle=False), 2, False)

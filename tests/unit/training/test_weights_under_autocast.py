@@ -183,6 +183,55 @@ def test_a_forward_after_an_update_sees_it(precision):
     model.fit(X, Y, batch_size=8, verbose=0)
 
 
+def doubled(net):
+    with torch.no_grad():
+        net[0].weight.mul_(2)
+
+
+def average_for_one_forward(net):
+    with torch.no_grad():
+        for p in net.parameters():
+            p.lerp_(torch.ones_like(p), 0.5)
+
+
+def new_storage(net):
+    net[0].weight.data = net[0].weight.data + 1
+
+
+def replaced(net):
+    net.load_state_dict({name: value + 1 for name, value in net.state_dict().items()})
+
+
+@pytest.mark.parametrize("verb", ["fit", "evaluate", "predict"])
+@pytest.mark.parametrize("change", [doubled, average_for_one_forward, new_storage, replaced])
+@pytest.mark.parametrize("precision", HALF)
+def test_a_step_of_ones_own_computes_with_weights_that_it_has_just_changed(precision, change, verb):
+    seen = []
+
+    def fresh(net, x):
+        with torch.no_grad(), torch.autocast("cpu", HALF[precision], cache_enabled=False):
+            return net(x).float()
+
+    class Changes(fitkit.Model):
+        def step(self, batch, batch_idx=0):
+            x = batch[0] if isinstance(batch, (tuple, list)) else batch
+            for _ in range(3):
+                with torch.enable_grad():  # autocast keeps copies for gradients only
+                    output = self(x).float()
+                seen.append((output.detach(), fresh(copy.deepcopy(self.net), x)))
+                change(self.net)
+            return output.mean()
+
+        training_step = validation_step = test_step = predict_step = step
+
+    model = Changes(two_nets()[1])
+    model.compile("sgd", learning_rate=1e-3, accelerator="cpu", devices=1, precision=precision)
+    getattr(model, verb)(*([X, Y] if verb != "predict" else [X]), batch_size=24, verbose=0)
+    assert len(seen) == 3 and not torch.equal(seen[0][0], seen[1][0])
+    for output, right in seen:
+        assert torch.equal(output, right)
+
+
 class Halves(fitkit.Model):
     """Two automatic optimizers, one after the other on each batch."""
 
