@@ -43,10 +43,17 @@ MOST_PARTS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """A batch's samples, and a sentence where its entries disagree on them."""
+    """A batch's samples.
+
+    Attributes:
+        samples: their number.
+        doubt: a sentence where its entries disagree on them.
+        is_shown: whether something in it shows them; otherwise it is taken for one.
+    """
 
     samples: int
     doubt: str | None = None
+    is_shown: bool = True
 
 
 class Doubts:
@@ -191,7 +198,7 @@ def _counted(parts: list[tuple[str, Any]], *, has_target: bool = False) -> Count
         return _first_of([(first.place, first.number), *others])
     if unclear:
         return _of_unclear(unclear, [entry.number for entry in plain])
-    return Counted(plain[0].number if plain else 1)
+    return Counted(plain[0].number) if plain else Counted(1, is_shown=False)
 
 
 def _chosen(rows: list[_Entry]) -> _Entry:

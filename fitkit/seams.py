@@ -206,6 +206,7 @@ from fitkit.training.batch_transforms import (
     name_of,
 )
 from fitkit.training.compiler import Compiler, NetAlone, PassSteps, Take, Updates
+from fitkit.training.empty_parts import stop_gradients_of_nothing
 from fitkit.training.own_step import OwnStep, loss_in, said_count
 from fitkit.training.predictions import Elsewhere, reading_on_ranks
 from fitkit.training.settings import parts_of_update
@@ -405,6 +406,7 @@ __all__ = [
     "shares_parameters",
     "split",
     "state_of",
+    "stop_gradients_of_nothing",
     "storable",
     "together",
     "unpack_batch",

@@ -17,7 +17,7 @@ from fitkit.arguments import dtype_name
 from fitkit.errors import ConfigurationError, warn
 from fitkit.progress import Progress
 from fitkit.random_states import kept_random_numbers, random_state, set_random_state
-from fitkit.samples import plain_rows
+from fitkit.samples import plain_rows, said_by
 from fitkit.samples import samples_of as samples_of
 
 COLLATE_ERRORS = {
@@ -148,11 +148,12 @@ def marked(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def is_empty(batch: Any) -> bool:
-    """Whether all arrays of a batch have 0 rows, or a collate function gave None for it.
+    """Whether all arrays of a batch have 0 rows, it says to have no samples, or a collate function
+    gave None for it.
 
     All of them: an image without objects has targets of 0 rows, too.
     """
-    found = batch is None
+    found = batch is None or said_by(batch) == 0
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
     for part in parts:  # the first one decides for most batches, without a walk over a tree
         for leaf in (part,) if isinstance(part, torch.Tensor) else trees.leaves(part):

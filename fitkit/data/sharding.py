@@ -26,7 +26,6 @@ from torch.utils.data import (
     default_collate,
 )
 
-from fitkit import trees
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import Batch, CountedSource, NoRows, Source, marked
 from fitkit.data.loaders import (
@@ -45,7 +44,7 @@ from fitkit.data.sources import DrawnSource, LoaderSource, collate_without_masks
 from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ConfigurationError, warn
 from fitkit.random_states import digest_of_random_state, random_state, set_random_state
-from fitkit.samples import samples_of
+from fitkit.samples import counted, samples_of
 
 KEEPS_ROWS = "keeps_rows"
 """A collate function with this attribute set to True makes one row of each sample."""
@@ -248,7 +247,7 @@ class _Shard(Source):
         """Batches as steps that all ranks make, even if they have different numbers of batches.
 
         Args:
-            promised: the number of each batch's samples, where the batch doesn't show it.
+            promised: how many samples each batch was asked for.
 
         Ranks:
             Collective at each step: the ranks exchange how many samples they have.
@@ -286,11 +285,12 @@ class _Shard(Source):
         count.
 
         Args:
-            promised: their number if the batch has no arrays, but objects of a library.
+            promised: how many it was asked for. Only a batch that doesn't show its samples has so
+                many: a `collate_fn` may leave some out.
         """
         if batch is None or batch is NoRows:
             return 0
-        if promised is not None and not any(hasattr(leaf, "shape") for leaf in trees.leaves(batch)):
+        if promised is not None and not counted(batch).is_shown:
             return promised
         return max(self.samples_of(batch), 1)
 

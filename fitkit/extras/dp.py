@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fitkit import trees
-from fitkit.accelerators import current_device
+from fitkit.accelerators import current_device, number_of
 from fitkit.errors import ConfigurationError, warn
 from fitkit.samples import samples_among
 from fitkit.seams import (
@@ -24,8 +24,11 @@ from fitkit.seams import (
     Strategy,
     WrappedModel,
     gather,
+    loss_in,
     part_sizes,
+    said_count,
     split,
+    stop_gradients_of_nothing,
 )
 
 ABSENT = object()
@@ -135,12 +138,16 @@ class Replicas(ReplicatedModel):
             net: Any = self.module
             net._end_replicas([replica.module for replica in replicas])
         if method:
+            for output in outputs:
+                _stop_gradients_of_nothing(output, said_count(output))
             return gather(outputs, replicas[0].device)
         counts: list[Any] = []
         if self.weigh is not None:
             inputs = [kwargs or (args[0] if len(args) == 1 else args) for args, kwargs in parts]
             counts = [self.weigh(*pair) for pair in zip(outputs, inputs, strict=True)]
         is_known = bool(counts) and None not in counts
+        for output, count in zip(outputs, counts or weights, strict=True):
+            _stop_gradients_of_nothing(output, count)
         return gather(outputs, replicas[0].device, counts if is_known else weights)
 
     def _run(self, replicas: list[Replica], method: str, parts: list[Arguments]) -> list[Any]:
@@ -212,6 +219,13 @@ class Replicas(ReplicatedModel):
                     "a buffer (register_buffer: the first replica's persists), or use "
                     "strategy='ddp'."
                 )
+
+
+def _stop_gradients_of_nothing(output: Any, count: Any) -> None:
+    """Let no NaNs flow into a replica in whose part nothing counts."""
+    loss = loss_in(output)
+    if count is not None and isinstance(loss, torch.Tensor):
+        stop_gradients_of_nothing(loss, number_of(count))
 
 
 def _moved(tree: Any, device: torch.device) -> Any:

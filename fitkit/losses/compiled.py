@@ -235,6 +235,11 @@ class CompiledLoss:
         return total_of(terms), None, terms
 
     @property
+    def may_be_nan(self) -> bool:
+        """Whether some loss's mean over nothing has NaNs for gradients."""
+        return any(loss.may_be_nan for loss in self._all)
+
+    @property
     def own(self) -> OwnLoss | None:
         """The loss that the net computes itself, where it does."""
         return self._losses if isinstance(self._losses, OwnLoss) else None

@@ -167,7 +167,12 @@ def weighted_mean(
         values = values.mean(-1) if divisor is None else values.sum(-1)
     if divisor is None:
         return (values * weight).mean()
-    return (values * weight).sum() / divisor
+    return mean_over((values * weight).sum(), divisor)
+
+
+def mean_over(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Return the mean of what was added up, (): NaN if nothing counts, with gradients of 0."""
+    return torch.where(count > 0, total / (count + (count == 0)), torch.nan)
 
 
 def _aligned(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,14 @@ from fitkit.accelerators import exact_count, move
 from fitkit.arguments import callable_name, check_takes_pair, describe, is_torchs, snake_case
 from fitkit.errors import ArgumentTypeError, ConfigurationError, FitkitError, warn
 from fitkit.losses import guards
-from fitkit.losses.formulas import HALF_TYPES, classes, full, values_by_class, weighted_mean
+from fitkit.losses.formulas import (
+    HALF_TYPES,
+    classes,
+    full,
+    mean_over,
+    values_by_class,
+    weighted_mean,
+)
 from fitkit.losses.labels import Labels, known_labels, labels_by_values
 from fitkit.losses.names import LOSSES, TORCH_FUNCTIONS, Definition, known_module, unreduced
 from fitkit.losses.sums import check_no_sum, check_reduction
@@ -61,6 +68,7 @@ class Loss(abc.ABC):
         takes_whole: given once, it gets what the net returned, with all outputs at once.
         takes_inputs: whether it calls other nets with a batch's inputs; see `asking`.
         ignored: the label that doesn't count.
+        may_be_nan: whether its mean over nothing has NaNs for gradients.
     """
 
     name: str
@@ -68,6 +76,7 @@ class Loss(abc.ABC):
     label: str
     takes_whole = False
     takes_inputs = False
+    may_be_nan = False
     ignored: Any = IGNORED
 
     @property
@@ -195,6 +204,8 @@ class KnownLoss(Loss):
         self._definition = definition
         self._match, self._mean, self._each = definition.match, definition.mean, definition.each
         self._counted = definition.counted
+        # torch's mean under weights of classes has such where all of them are 0.
+        self.may_be_nan = self._counted is not None and self._counted.has_weights
         self._module = module
         self._has_warned = False
 
@@ -210,7 +221,7 @@ class KnownLoss(Loss):
         values = self._each(prediction, target)
         if self._counted is None or target.is_floating_point():
             return values.mean()
-        return full(values).sum() / self._counted(target)
+        return mean_over(full(values).sum(), self._counted(target))
 
     def per_sample(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         prediction, target = self._match(prediction, target)
@@ -251,13 +262,10 @@ class KnownLoss(Loss):
         counted = self._counted
         if not is_part or counted is None or not counted.has_weights or classes is None:
             return super().counted(prediction, target, weight, classes, is_part=is_part)
-        # torch divides by the labels' weights; where they are 0 there is no gradient either.
-        count = counted(target)
-        divisor = count + (count == 0)
-        values = self.per_sample(prediction, target)
+        count, values = counted(target), self.per_sample(prediction, target)
         if weight is None:
-            return values.sum() / divisor, count
-        return weighted_mean(values, weight, divisor), count
+            return mean_over(values.sum(), count), count
+        return weighted_mean(values, weight, count), count
 
     def joins(self, target: torch.Tensor) -> bool:
         """Whether the loss is the mean of `of_each`, whichever of these targets come together.
@@ -345,7 +353,7 @@ class CustomLoss(Loss):
             count = self._counted_values(result, target)
             if count is None:
                 return result.mean(), result.numel()
-            return full(result).sum() / count, count
+            return mean_over(full(result).sum(), count), count
         if is_part and not self._was_asked:
             self._was_asked = True
             check_no_sum(self.label, self._function, prediction, given)

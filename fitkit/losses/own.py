@@ -21,6 +21,7 @@ class OwnLoss(Loss):
     """The loss that the net computes itself, as Hugging Face models given labels do."""
 
     takes_whole = True
+    may_be_nan = True
 
     def __init__(self) -> None:
         self.name: str = "loss"

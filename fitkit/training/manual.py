@@ -14,9 +14,10 @@ from fitkit.fit_state import FitState
 from fitkit.hooks import overridden
 from fitkit.losses import Count
 from fitkit.module import Module
+from fitkit.training.empty_parts import without_gradients_of_nothing
 from fitkit.training.step_context import StepContext
 from fitkit.training.step_for import Step
-from fitkit.training.weighing import weighed
+from fitkit.training.weighing import count_in, nothing_if, weighed
 
 
 class Manual:
@@ -99,15 +100,20 @@ def manual_backward(
     """
     strategy, state = model._fitkit.compilation.strategy, model._fitkit.fit_state
     assert context.batch is not None
-    mine: float = context.batch.samples
-    whole: float = context.batch.total
-    if count is not None and strategy.data_ranks.world_size > 1:
-        mine = float(count)
-        (whole,) = strategy.data_ranks.sums([mine])
-    scaled = weighed(loss, mine, strategy.data_ranks.world_size, whole)
+    ranks = strategy.data_ranks
+    mine = count_in(context.batch, count)
+    if ranks.world_size == 1:
+        scaled = nothing_if(loss, mine)
+    else:
+        whole: float = context.batch.total
+        if count is not None:
+            mine = float(mine)
+            (whole,) = ranks.sums([mine])
+        scaled = weighed(loss, mine, ranks.world_size, whole)
     if state.scalings:
         scaled = state.scalings[0].scaler.scale(scaled)
-    through(scaled, **options)
+    with without_gradients_of_nothing(loss, mine):
+        through(scaled, **options)
     exchange_gradients(strategy, parameters)
 
 

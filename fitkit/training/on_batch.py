@@ -138,7 +138,7 @@ class KeptStep:
             self.fused = [one for one in states if isinstance(one, torch.Tensor)]
             self.shapes = [*map(SHAPE, self.fused)]
         self.batch_facts = _batch_facts(batch)
-        if step.loss is not None and not step.loss.has_several:
+        if step.loss is not None and not step.loss.has_several and not step.may_be_nan:
             # The mean over one batch is the same whatever it is taken over.
             self.may_count, step.may_count = step.may_count, False
 

@@ -40,7 +40,7 @@ class OwnStep:
         wrapped: calls the step, as the strategy wants it called.
 
     Attributes:
-        may_count: as in `CompiledStep`, whose loss the hooks may ask for.
+        may_count, may_be_nan: as in `CompiledStep`, whose loss the hooks may ask for.
         synchronization: what synchronised batch normalisations go by; None where there are none.
         ranks: those that see different data.
         keeps: whether the pass's `_epoch_end` wants what the steps returned.
@@ -55,6 +55,7 @@ class OwnStep:
         self.mover: Mover = context.compiled.mover
         self.logbook: Logbook = context.compiled.logbook
         self.may_count: bool = True
+        self.may_be_nan: bool = True
         self.outputs: list[Any] | None = None
         self.synchronization: Synchronization | None = None
         self.ranks: Collectives = strategy.data_ranks

@@ -92,6 +92,7 @@ class CompiledStep:
 
     Attributes:
         may_count: as given.
+        may_be_nan: whether a mean over nothing may have NaNs for gradients.
         keeps_batches: whether batches' memory stays unchanged while others are read.
         synchronization: what synchronised batch normalisations use; None if there are none.
     """
@@ -147,6 +148,7 @@ class CompiledStep:
         self._has_weights = False
         self._joins: torch.Size | None = None  # of predictions whose losses the metrics compute
         self.may_count = may_count
+        self.may_be_nan: bool = compilation.loss.may_be_nan
         self.keeps_batches = keeps_batches
         self._waits_for_ranks = strategy.evaluates_in_step and strategy.world.size > 1
         self._replicas = threading.Lock()

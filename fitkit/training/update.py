@@ -35,6 +35,7 @@ from fitkit.optimizers import (
 )
 from fitkit.training.applier import Applier, ScaledApplier
 from fitkit.training.compiler import compiler_of
+from fitkit.training.empty_parts import without_gradients_of_nothing
 from fitkit.training.manual import Manual, check_manual, exchange_gradients, manual_backward
 from fitkit.training.memory_layout import match_strides
 from fitkit.training.rates import Rates
@@ -341,7 +342,7 @@ class Update:
                 )
             return
         if not self.is_part:
-            self._add_gradients(outcome.loss, batch.samples)
+            self._add_gradients(outcome.loss, count_in(batch, outcome.count))
             if self._exchanges:
                 exchange_gradients(self._strategy, self.parameters)
             self._update()
@@ -377,7 +378,18 @@ class Update:
         return Late(expected, self._ranks, asks)
 
     def _add_gradients(self, loss: torch.Tensor, count: Number) -> None:
-        """Add the gradients of a part of a group, and its count to the tally."""
+        """Add the gradients of a part of a group, and its count to the tally.
+
+        Where nothing counts in it, they are 0.
+        """
+        is_known = not isinstance(count, torch.Tensor)
+        if (is_known and not count) or (not is_known and self.step.may_be_nan):
+            with without_gradients_of_nothing(loss, count):
+                self._backward(loss, count)
+        else:
+            self._backward(loss, count)
+
+    def _backward(self, loss: torch.Tensor, count: Number) -> None:
         if self._scaling is None:
             self.backward(self._tally.joined(loss, count))
         else:  # the loss is scaled, the count isn't
@@ -411,7 +423,8 @@ class Update:
         """
         loss, mine, whole = outcome.loss, float(batch.samples), float(max(batch.total, 1))
         assert loss is not None
-        if outcome.count is not None and self._ranks > 1:
+        if outcome.count is not None:
+            # An optimizer that reads the loss waits for it anyway.
             mine = float(count_in(batch, outcome.count))
             whole = max(*self._strategy.data_ranks.sums([mine]), TINY)
         waiting = [loss]
@@ -427,11 +440,12 @@ class Update:
                 if self._outside:
                     self._strategy.data_ranks.mean_gradients(self._outside)
             self.apply.clip()
+            value = nothing_if(value.detach(), mine)
             if self._ranks == 1:
-                return value.detach()
+                return value
             # This number tells the optimizer when to stop, so it must be the same on all ranks.
-            (summed,) = self._strategy.data_ranks.sums([nothing_if(value, mine).item() * mine])
-            return value.detach().new_tensor(summed / whole)
+            (summed,) = self._strategy.data_ranks.sums([value.item() * mine])
+            return value.new_tensor(summed / whole)
 
         self.apply.with_closure(closure)
 

@@ -374,6 +374,24 @@ def test_a_part_in_which_nothing_counts_changes_nothing():
         assert history.history["loss"] == [pytest.approx(loss, rel=1e-12)]
 
 
+@pytest.mark.parametrize("strategy", ["ddp_spawn", *STRATEGIES])
+def test_a_step_that_divides_by_0_on_one_rank(strategy):
+    x, y = (part[:16] for part in tokens())
+    y[:8] = IGNORED
+    wanted = made(Tagger)
+    F.cross_entropy(wanted(x), y).backward()
+    torch.optim.SGD(wanted.parameters(), lr=1.0).step()
+    model = OwnStep(made(Tagger))
+    model.compile(
+        torch.optim.SGD, learning_rate=1.0, precision="64-true", accelerator="cpu", devices=2,
+        strategy=OBJECTS.get(strategy, strategy),
+    )  # fmt: skip
+    size = STRATEGIES.get(strategy, 8)
+    history = model.fit(x, y, batch_size=size, shuffle=False, verbose=0).history
+    assert apart(model.net, wanted) < 1e-12
+    assert history["loss"] == [pytest.approx(float(F.cross_entropy(made(Tagger)(x), y)))]
+
+
 @pytest.mark.parametrize("size", [1, 4, 8, 16, 96])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_evaluate_gives_one_number_for_every_batch_size(size, devices):

@@ -10,7 +10,7 @@ import fitkit
 
 class Graphs:
     def __init__(self, rows):
-        self.nodes, self.sizes = torch.cat(rows), [len(row) for row in rows]
+        self.nodes, self.sizes = torch.cat([torch.empty(0, 3), *rows]), [len(row) for row in rows]
         self.num_graphs = len(rows)
 
     def to(self, device):
@@ -78,6 +78,51 @@ def test_two_ranks_make_the_updates_of_all_samples(kind):
     torch.testing.assert_close(model.net.weight[0].double(), weight, rtol=1e-5, atol=1e-6)
     assert history["loss"][-1] == pytest.approx(loss, rel=1e-5)
     assert history["logged"][-1] == pytest.approx(loss, rel=1e-5)
+
+
+def graphs_left_out(some):
+    return Graphs([row for row in some if len(row) > 1])
+
+
+class Graph:
+    def __init__(self, nodes):
+        self.nodes = nodes
+
+
+def graphs_in_a_list(some):
+    return [Graph(row) for row in some if len(row) > 1]
+
+
+class Objects(Squares):
+    """Takes graphs, joined into one or in a list."""
+
+    def training_step(self, batch, batch_idx):
+        several = batch if isinstance(batch, (list, tuple)) else [batch]
+        nodes = torch.cat([graphs.nodes for graphs in several])
+        return (self.net(means(nodes.split(4))) ** 2).mean()
+
+
+# Batches of 3 of which 2, 1, 3, 0 and 2 graphs are kept; on two ranks, the last one stands alone.
+LENGTHS = (4, 1, 4, 1, 4, 1, 4, 4, 4, 1, 1, 1, 4, 4)
+
+
+@pytest.mark.parametrize("collate", [graphs_left_out, graphs_in_a_list])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_batch_that_says_its_number_of_samples_is_believed(collate, accumulate):
+    generator = torch.Generator().manual_seed(1)
+    samples = [torch.rand(length, 3, generator=generator) for length in LENGTHS]
+    if collate is graphs_in_a_list:  # an empty list says nothing of a batch
+        del samples[9:12]
+    model = Objects("")
+    model.compile(
+        "sgd", learning_rate=0.1, accelerator="cpu", devices=2, strategy="ddp_spawn",
+        accumulate_grad_batches=accumulate,
+    )  # fmt: skip
+    history = model.fit(DataLoader(samples, 3, collate_fn=collate), verbose=0)
+    kept = [row if len(row) > 1 else None for row in samples]
+    weight, loss = plain_updates(kept, 6 * accumulate)
+    torch.testing.assert_close(model.net.weight[0].double(), weight, rtol=1e-5, atol=1e-6)
+    assert history.history["loss"][-1] == pytest.approx(loss, rel=1e-5)
 
 
 def pairs_left_out(some):

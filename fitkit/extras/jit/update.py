@@ -493,6 +493,8 @@ class JitUpdate:
             if [gradient is not None for gradient in found] != self._learns:
                 raise UncompiledError(OTHERS_LEARN)
             gradients = [gradient for gradient in found if gradient is not None]
+            if self._step.may_be_nan and not self._is_part:  # parts are weighed later
+                gradients = _of_what_counts(gradients, kept[1])
         if self._packs:
             packed = pack_gradients(gradients, [True] * len(gradients))
             return loss.detach(), kept, packed
@@ -620,6 +622,13 @@ def _weighted(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> list[t
     if number == 0.0:
         return [torch.zeros_like(gradient) for gradient in gradients]
     return list(torch._foreach_mul(list(gradients), number))
+
+
+def _of_what_counts(gradients: list[torch.Tensor], count: Any) -> list[torch.Tensor]:
+    """Return gradients; 0 if they are those of a mean over nothing, which are NaN."""
+    if isinstance(count, torch.Tensor):
+        return [torch.where(count.detach() > 0, gradient, 0.0) for gradient in gradients]
+    return gradients if count is None or count else list(map(torch.zeros_like, gradients))
 
 
 def _refuse_hooks(may_learn: list[nn.Parameter]) -> None:
