@@ -190,7 +190,7 @@ from fitkit.optimizers import (
     class_of,
     first_rate,
     members_of,
-    needs_closure,
+    uses_closure,
     put_rate,
 )
 from fitkit.pickling import REDUCERS, Together
@@ -364,7 +364,7 @@ __all__ = [
     "members_of",
     "name_of",
     "named_strategy",
-    "needs_closure",
+    "uses_closure",
     "norm_of",
     "noted",
     "open_file",

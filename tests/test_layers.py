@@ -30,6 +30,8 @@ LAYERS = {
     "random_states": 1,
     "pickling": 1,
     "buffers": 1,
+    "closures": 2,
+    "optimizer_copies": 1,
     "modes": 1,
     "distributed": 2,
     "data": 3,

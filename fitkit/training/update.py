@@ -29,7 +29,7 @@ from fitkit.optimizers import (
     fuse,
     held_by,
     members_of,
-    needs_closure,
+    uses_closure,
     unfuse_if_unreadable,
 )
 from fitkit.training.applier import Applier, ScaledApplier
@@ -232,7 +232,7 @@ class Update:
         )
         self._batches = 0  # in the group so far
         self._group: Weighing | None = None  # how its batches weigh; None before its first
-        self._takes_closure = needs_closure(optimizer)
+        self._takes_closure = uses_closure(optimizer)
         if needs_graph(optimizer):
             self.backward = backward_with_graph(
                 optimizer,
