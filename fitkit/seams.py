@@ -190,8 +190,8 @@ from fitkit.optimizers import (
     class_of,
     first_rate,
     members_of,
-    uses_closure,
     put_rate,
+    uses_closure,
 )
 from fitkit.pickling import REDUCERS, Together
 from fitkit.record import LogOptions
@@ -364,7 +364,6 @@ __all__ = [
     "members_of",
     "name_of",
     "named_strategy",
-    "uses_closure",
     "norm_of",
     "noted",
     "open_file",
@@ -410,6 +409,7 @@ __all__ = [
     "unpacker_of",
     "unreadable",
     "usable_cores",
+    "uses_closure",
     "validation_name",
     "value_in",
     "weighted_mean",

@@ -1,8 +1,8 @@
-"""The loss of an update's batches as a function, for optimizers that compute it again (SAM, LBFGS).
+"""An update's loss as a function, for optimizers that compute it again (SAM, LBFGS).
 
-`Update` computes an update's gradients as for all optimizers. Then it makes the step with a closure.
-If the optimizer calls it before it changes a weight, that was the first evaluation. Otherwise the
-same batches are computed again, with the same weights in the sum.
+`Update` computes the gradients as for all optimizers. Then it makes the step with a closure. If the
+optimizer calls it before it changes a weight, that was the first evaluation. Otherwise the same
+batches are computed again, with the same weights in the sum.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ from fitkit.optimizers import (
     fuse,
     held_by,
     members_of,
-    uses_closure,
     unfuse_if_unreadable,
+    uses_closure,
 )
 from fitkit.training.applier import Applier, ScaledApplier
 from fitkit.training.compiler import compiler_of

@@ -26,8 +26,8 @@ from fitkit.seams import (
     Update,
     Updates,
     has_own_steps,
-    uses_closure,
     overridden,
+    uses_closure,
 )
 from fitkit.typing import CompilerOptions
 
