@@ -196,6 +196,7 @@ from fitkit.optimizers import (
 from fitkit.pickling import REDUCERS, Together
 from fitkit.record import LogOptions
 from fitkit.schedulers import SCHEDULERS, PlannedScheduler
+from fitkit.trained import Untrained
 from fitkit.training.applier import Applier, ScaledApplier
 from fitkit.training.batch_transforms import (
     BatchTransform,
@@ -299,6 +300,7 @@ __all__ = [
     "Term",
     "TextFile",
     "Together",
+    "Untrained",
     "Update",
     "Updates",
     "WeightFormat",

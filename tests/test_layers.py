@@ -42,6 +42,7 @@ LAYERS = {
     "schedulers": 4,
     "checkpoint": 3,
     "progress": 1,
+    "trained": 4,
     "compilation": 5,
     "fit_state": 6,
     "record": 7,

@@ -1,14 +1,14 @@
-"""Buffers that state dicts leave out (`persistent=False`), as far as a training changes them.
+"""Tensors that the model's state dict leaves out, as far as a training changes them.
 
-A checkpoint holds those that aren't as they were before the training, such as a memory of what the
-net has seen. Tables that never change, such as masks, stay out of it.
+These are buffers that aren't persistent, and what modules beside the model hold (`trained.py`). A
+checkpoint holds those that aren't as they were before the training, such as a memory of what the
+net has seen. What never changes, such as masks and teachers, stays out of it.
 """
 
 from __future__ import annotations
 
 import torch
 import xxhash
-from torch import nn
 
 from fitkit.arguments import dtype_name
 from fitkit.buffers import Place
@@ -20,14 +20,14 @@ from fitkit.typing import PlainData
 
 
 def note(model: Module) -> None:
-    """Note what these buffers are before the first training; later calls do nothing."""
+    """Note what these tensors are before the first training; later calls do nothing."""
     state = model._fitkit.fit_state
     if state.unsaved is None:
         state.unsaved = {name: _digest(tensor) for name, tensor in _buffers(model).items()}
 
 
 def changed(model: Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that aren't as they were noted, by name. The tensors are in use."""
+    """Return the tensors that aren't as they were noted, by name. They are in use."""
     noted = model._fitkit.fit_state.unsaved
     if noted is None:
         return {}
@@ -49,15 +49,15 @@ def restore(model: Module, training: PlainData) -> None:
             places[name].put(value)
 
 
-def _places(model: nn.Module) -> dict[str, Place]:
-    return {
-        f"{prefix}.{key}": Place(part._buffers, key)
-        for prefix, part in model.named_modules()
-        for key in sorted(part._non_persistent_buffers_set)
-    }
+def _places(model: Module) -> dict[str, Place]:
+    """Those that `Trained.saved` doesn't have."""
+    trained = model._fitkit.compilation.trained(model)
+    saved = {(id(p.holder), p.key) for places in trained.saved() for p in places.values()}
+    found = trained.places_unlisted()
+    return {name: p for name, p in found.items() if (id(p.holder), p.key) not in saved}
 
 
-def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+def _buffers(model: Module) -> dict[str, torch.Tensor]:
     """Those that a file can hold."""
     found = {name: place.tensor for name, place in _places(model).items()}
     return {name: tensor for name, tensor in found.items() if tensor is not None and _fits(tensor)}

@@ -22,7 +22,9 @@ from fitkit.errors import ConfigurationError
 from fitkit.fit_state import FitState
 from fitkit.guests import guest_of
 from fitkit.hooks import overridden, step_arguments
+from fitkit.modes import parameters_of
 from fitkit.module import Module
+from fitkit.optimizer_copies import with_inner
 from fitkit.optimizers import (
     OptimizerList,
     check_trainable,
@@ -32,6 +34,7 @@ from fitkit.optimizers import (
     unfuse_if_unreadable,
     uses_closure,
 )
+from fitkit.trained import share
 from fitkit.training.applier import Applier, ScaledApplier
 from fitkit.training.compiler import compiler_of
 from fitkit.training.manual import Manual, check_manual, exchange_gradients, manual_backward
@@ -85,7 +88,7 @@ def updates_for(
     ]
     if not model.automatic_optimization:
         check_manual(model)
-        parameters = model._fitkit.compilation.trainable(model)
+        parameters = model._fitkit.compilation.trained(model).parameters()
         context.backward = partial(manual_backward, model, context, parameters)
         return Manual(model, step)
     takes_turns = "optimizer_idx" in step_arguments(model, "training_step")
@@ -101,15 +104,15 @@ def updates_for(
 
 def ready_optimizers(model: Module) -> list[Optimizer]:
     """Return the model's optimizers, with states that match the parameters, ready for a step."""
-    trainable = model._fitkit.compilation.trainable(model)
-    check_trainable(trainable)
+    check_trainable(model._fitkit.compilation.trained(model).learning())
     optimizers: list[Optimizer] = model._made_optimizers()
     is_named, guest = _is_named(model), guest_of(model)
     for optimizer in optimizers:
         if is_named:
             fuse(optimizer, model)
         check_fused_state(optimizer)
-        match_state(optimizer)
+        for one in with_inner([optimizer]):
+            match_state(one)
         match_strides([optimizer])
         model._fitkit.compilation.strategy.precision.check_optimizer(optimizer)
         if guest is not None:
@@ -192,6 +195,7 @@ class Update:
         is_one_of_several: bool,
     ) -> None:
         compilation = model._fitkit.compilation
+        trained = compilation.trained(model)
         strategy: Strategy = compilation.strategy
         self.step: Step = step
         self.optimizer: Optimizer = optimizer
@@ -208,17 +212,19 @@ class Update:
         # A compiled step has no wrapper that averages gradients within the backward pass. It has a
         # list then, of the buffers that ranks share, which may be empty.
         self._buffers = step.wrapped.shared_buffers
+        # No wrapper shares these, as DDP does the model's before a forward.
+        self._buffers_beside = [] if self._is_alone else trained.buffers_beside()
         # Whether this object averages the gradients over the ranks, before an update.
         self._exchanges = is_one_of_several or self._buffers is not None
         self.parameters: list[torch.nn.Parameter] = (
-            held_by(optimizer) if is_one_of_several else compilation.trainable(model)
+            held_by(optimizer) if is_one_of_several else trained.parameters()
         )
         move_rates = None if rates is None else rates.after_update_of(optimizer)
         given = model, optimizer, self.parameters, engine, move_rates
         self.apply: Applier = Applier(*given) if scaling is None else ScaledApplier(*given, scaling)
-        # No strategy knows a loss's own parameters, so their gradients are averaged here.
+        # No strategy knows the parameters beside the model, so their gradients are averaged here.
         has_outside = self._ranks > 1 and not self._exchanges
-        self._outside = compilation.loss_parameters() if has_outside else []
+        self._outside = parameters_of(*trained.beside.values()) if has_outside else []
         ranks, carrier = strategy.data_ranks, step.wrapped.count_parameter
         self._tally = Tally(ranks)
         if carrier is not None and not is_one_of_several:  # these bypass the wrapper
@@ -279,6 +285,8 @@ class Update:
             parameter.grad = None
         if self._buffers:
             self._strategy.collectives.broadcast_tensors(self._buffers)
+        if self._buffers_beside:
+            share(self._buffers_beside, self._strategy)
 
     def __call__(
         self, batch: Batch, index: int, *, begins: bool = True, **optimizer: Any
