@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "fitkit"
 LAYERS = {
     "accelerators": 0,
     "errors": 0,
+    "optimizer_copies": 0,
     "foreign_names": 0,
     "shortcuts": 0,
     "typing": 0,
@@ -30,8 +31,7 @@ LAYERS = {
     "random_states": 1,
     "pickling": 1,
     "buffers": 1,
-    "closures": 2,
-    "optimizer_copies": 1,
+    "closures": 1,
     "modes": 1,
     "distributed": 2,
     "data": 3,

@@ -20,6 +20,7 @@ from fitkit.callbacks import History
 from fitkit.errors import ArgumentTypeError, CheckpointError, FitkitError, warn
 from fitkit.fit_state import FitState
 from fitkit.module import Module
+from fitkit.optimizer_copies import with_inner
 from fitkit.optimizers import OPTIMIZERS, class_of, held_by, instances_in, load_state, put_rate
 from fitkit.progress import Progress
 from fitkit.training import unsaved
@@ -194,6 +195,7 @@ def training_state(
                 "names": _names_in(optimizer, names),
                 "options": plain_options(optimizer),
                 "state": optimizer.state_dict(),
+                "inner": [inner.state_dict() for inner in _inner(optimizer)],
                 "weights": [] if train_weights is None else train_weights[index],
             }
             for index, optimizer in enumerate(state.optimizers)
@@ -402,6 +404,8 @@ def checked_training(
             )
         for optimizer, entry in zip(optimizers, stored, strict=True):
             files.check_optimizer_state(optimizer, entry["state"])
+            for inner, its_state in zip(_inner(optimizer), entry.get("inner", []), strict=False):
+                files.check_optimizer_state(inner, its_state)
             _check_order(model, optimizer, entry, path)
             _check_own_weights(optimizer, entry, path)
         _check_schedulers(model, training, path)
@@ -411,7 +415,7 @@ def checked_training(
 
     def restore() -> None:
         for optimizer, entry in zip(optimizers, stored, strict=True):
-            load_state(optimizer, entry["state"])
+            _load_whole(optimizer, entry)
         for group, target in zip(state.groups, targets, strict=False):
             put_rate(group, float(target))
         restore_losses()
@@ -425,6 +429,26 @@ def checked_training(
         _restore_counters(state, training)
 
     return restore
+
+
+def _inner(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers inside one, such as Lookahead's, that have states of their own."""
+    return [one for one in with_inner([optimizer])[1:] if one.state is not optimizer.state]
+
+
+def _load_whole(optimizer: Optimizer, entry: PlainData) -> None:
+    """Load an optimizer's state, and those of the ones inside; what they share stays shared."""
+    shared = [
+        (inner, name)
+        for inner in with_inner([optimizer])[1:]
+        for name in ("param_groups", "state")
+        if getattr(inner, name) is getattr(optimizer, name)
+    ]
+    for inner, its_state in zip(_inner(optimizer), entry.get("inner", []), strict=False):
+        load_state(inner, its_state)
+    load_state(optimizer, entry["state"])
+    for inner, name in shared:
+        setattr(inner, name, getattr(optimizer, name))
 
 
 def _restore_counters(state: FitState, training: PlainData) -> None:
