@@ -8,9 +8,10 @@ with the class's default), an optimizer inside (Lookahead), and the hooks.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -38,6 +39,37 @@ def _optimizers_in(values: Iterable[Any]) -> Iterator[Optimizer]:
             yield from _optimizers_in(value.values())
         elif type(value) in (list, tuple):
             yield from _optimizers_in(value)
+
+
+_TORCHS_OWN = (
+    "_opt_called", "_step_supports_amp_scaling", "_need_device_dtype_check_for_fused",
+    "_warned_capturable_if_run_uncaptured", "_numel_cache",
+)  # fmt: skip
+
+
+def numbers_of(optimizer: Optimizer) -> dict[str, bool | int | float | torch.Tensor]:
+    """Return the numbers and tensors among an optimizer's own attributes, such as a counter."""
+    kept = optimizer.__getstate__()
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if type(value) in (bool, int, float, torch.Tensor)
+        and name not in kept
+        and name not in _TORCHS_OWN
+    }
+
+
+@torch.no_grad()
+def put_numbers(optimizer: Optimizer, numbers: Mapping[str, Any]) -> None:
+    """Give an optimizer's attributes the values that `numbers_of` has returned, of one kind."""
+    own = numbers_of(optimizer)
+    for name, value in numbers.items():
+        current = own.get(name)
+        if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
+            if current.shape == value.shape:
+                current.copy_(value)
+        elif type(current) is type(value):
+            vars(optimizer)[name] = value
 
 
 def kept_apart(optimizer: Optimizer) -> str | None:

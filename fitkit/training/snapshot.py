@@ -211,6 +211,7 @@ def training_state(
         or state.stored_schedulers,
         "losses": _losses_of(model),
         "buffers": unsaved.changed(model),
+        "optimizer_numbers": unsaved.changed_numbers(model),
         "scalings": state.stored_scalings or [scaling.state_dict() for scaling in state.scalings],
         "updates": state.updates,
         "rate_factor": state.rate_factor,
