@@ -19,9 +19,10 @@ from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.losses import CompiledLoss
 from fitkit.metrics import CompiledMetrics
-from fitkit.modes import parameters_of
+from fitkit.metrics.torchmetrics_adapter import is_torchmetric
 from fitkit.optimizers import OptimizerChoice, check_layer_decay, instances_in
 from fitkit.schedulers import SchedulerChoice
+from fitkit.trained import Trained, is_torchs_loss, modules_in
 from fitkit.typing import (
     UNSET,
     AcceleratorName,
@@ -341,7 +342,7 @@ class Compilation:
             if anew.metrics
             else self.metrics,
         ).on(given.chosen_strategy() if anew.hardware else self.strategy)
-        made.optimizer.check_parameters(made.trainable(model))
+        made.optimizer.check_parameters(made.trained(model).parameters())
         return made
 
     @property
@@ -349,19 +350,23 @@ class Compilation:
         """Whether `compile` was given an optimizer."""
         return self.given.optimizer is not None
 
-    def trainable(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
-        """Return the parameters that may learn: the model's and the losses' own."""
-        return parameters_of(model, *self.loss_modules)
+    def trained(self, model: torch.nn.Module) -> Trained:
+        """Return the model, and what trains with it."""
+        losses, others = self._modules
+        return Trained(model, losses, others)
 
     @functools.cached_property
-    def loss_modules(self) -> list[torch.nn.Module]:
-        """The losses that are the user's own modules."""
-        found = [loss for loss in trees.leaves(self.given.loss) if _is_own_module(loss)]
-        return list(dict.fromkeys(found))
-
-    def loss_parameters(self) -> list[torch.nn.Parameter]:
-        """Return the parameters of losses that are modules."""
-        return [parameter for loss in self.loss_modules for parameter in loss.parameters()]
+    def _modules(self) -> tuple[dict[str, torch.nn.Module], dict[str, torch.nn.Module]]:
+        """The modules of losses that may learn; those of metrics, and torch's own losses."""
+        found = dict(modules_in(self.given.loss, "loss"))
+        losses = {name: module for name, module in found.items() if not is_torchs_loss(module)}
+        others = {name: module for name, module in found.items() if name not in losses}
+        given = (self.given.metrics, self.given.weighted_metrics)
+        for name, metric in modules_in(given, "metrics"):
+            # Calls have their own copies of torchmetrics' objects.
+            if not is_torchmetric(metric) and not is_torchmetric(metric, "MetricCollection"):
+                others[name] = metric
+        return losses, others
 
 
 def _check_combinations(given: CompileArguments, anew: Anew) -> None:
@@ -400,8 +405,3 @@ def _check_combinations(given: CompileArguments, anew: Anew) -> None:
         )
     if anew.optimizer and (optimizer is None or isinstance(optimizer, bool)):
         raise ArgumentTypeError(f"optimizer={optimizer!r} must be a name, class or instance.")
-
-
-def _is_own_module(loss: object) -> bool:
-    """Whether a loss is a module that may have parameters and a mode. torch's have neither."""
-    return isinstance(loss, torch.nn.Module) and not type(loss).__module__.startswith("torch.nn.")

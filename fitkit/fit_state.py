@@ -21,6 +21,8 @@ from fitkit.distributed.precision import Scaling, scaled_steps
 from fitkit.distributed.spread.in_place import as_parts
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
+from fitkit.modes import parameters_of
+from fitkit.optimizer_copies import with_inner
 from fitkit.optimizers import (
     OptimizerChoice,
     check_trainable,
@@ -31,6 +33,7 @@ from fitkit.optimizers import (
 )
 from fitkit.progress import Progress
 from fitkit.schedulers import PlannedScheduler, check_step, check_watched, own_interval
+from fitkit.trained import Trained
 from fitkit.typing import PlainData, Values
 
 SHAPES = (
@@ -297,10 +300,11 @@ class FitState:
                 parameters that are no longer the model's.
         """
         choice = compilation.optimizer
-        trainable = {id(parameter) for parameter in compilation.trainable(model)}
+        trained = compilation.trained(model)
+        trainable = {id(parameter) for parameter in trained.parameters()}
         held = [parameter for optimizer in self.optimizers for parameter in held_by(optimizer)]
         if not all(id(parameter) in trainable for parameter in held):
-            choice.check_parameters(compilation.trainable(model))
+            choice.check_parameters(trained.parameters())
             warn(
                 "Parameters of the net were replaced after its optimizer was created. The "
                 "optimizer is created again and loses its state."
@@ -310,11 +314,11 @@ class FitState:
             if configure is not None:
                 self._configure(model, compilation, configure)
             else:
-                self.optimizers = choice.build(compilation.trainable(model), model)
+                self.optimizers = choice.build(trained.learning(), model)
                 for optimizer in self.optimizers if choice.is_name else ():
                     fuse(optimizer, model)
             self.rate_factor = 1.0
-            _warn_of_idle_loss(compilation, self.optimizers)
+            _warn_of_idle_loss(trained, self.optimizers)
         return self.optimizers
 
     def _configure(
@@ -335,7 +339,7 @@ class FitState:
                 )
         optimizers, schedulers, frequencies = read_optimizers(configure())
         for optimizer in optimizers:
-            OptimizerChoice(optimizer).check_parameters(compilation.trainable(model))
+            OptimizerChoice(optimizer).check_parameters(compilation.trained(model).parameters())
         self.optimizers, self.schedulers, self.frequencies = optimizers, schedulers, frequencies
         self.takes_turns = len(optimizers) > 1
 
@@ -490,8 +494,8 @@ class FitState:
     def restorer(self) -> Callable[[], None]:
         """Return a function that undoes what changes from now on.
 
-        That is all attributes, and the optimizers' states and groups, with their settings. Numbers
-        in the states' tensors stay as they are then.
+        That is all attributes, also the optimizers', and their states and groups, with their
+        settings. Numbers in the states' tensors stay as they are then.
         """
         attributes, settings = dict(vars(self)), self.settings()
         groups = [
@@ -499,15 +503,16 @@ class FitState:
             for group, its in zip(self.groups, settings, strict=True)
         ]
         kept = [
-            (optimizer, optimizer.state, optimizer.param_groups, list(optimizer.param_groups))
-            for optimizer in self.optimizers
+            (optimizer, dict(vars(optimizer)), list(optimizer.param_groups))
+            for optimizer in with_inner(self.optimizers)
         ]
 
         def restore() -> None:
             vars(self).update(attributes)
-            for optimizer, state, its_groups, entries in kept:
-                optimizer.state, optimizer.param_groups = state, its_groups
-                its_groups[:] = entries  # a callback may have split some
+            for optimizer, held, entries in kept:
+                vars(optimizer).clear()
+                vars(optimizer).update(held)
+                optimizer.param_groups[:] = entries  # a callback may have split some
             for group, before in zip(self.groups, groups, strict=True):
                 for key in group.keys() - before.keys():
                     del group[key]
@@ -538,10 +543,11 @@ def put_back(group: PlainData, settings: PlainData) -> None:
             group[name] = value
 
 
-def _warn_of_idle_loss(compilation: Compilation, optimizers: list[Optimizer]) -> None:
+def _warn_of_idle_loss(trained: Trained, optimizers: list[Optimizer]) -> None:
     """Warn once that a loss has parameters that no optimizer trains."""
     held = {id(parameter) for optimizer in optimizers for parameter in held_by(optimizer)}
-    idle = [p for p in compilation.loss_parameters() if p.requires_grad and id(p) not in held]
+    losses = parameters_of(*trained.losses.values())
+    idle = [p for p in losses if p.requires_grad and id(p) not in held]
     if idle:
         warn(
             f"The loss has {len(idle)} parameters that no optimizer holds, so they don't learn. "

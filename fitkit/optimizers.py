@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from fitkit.arguments import check_number, describe
+from fitkit.closures import uses_closure as uses_closure
 from fitkit.distributed.spread.in_place import held_by as held_by
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 from fitkit.parameter_groups import (
@@ -299,7 +300,7 @@ def _check_list(given: Any) -> None:
             "[torch.optim.Muon(matrices), torch.optim.AdamW(others)]."
         )
     for optimizer in given if len(given) > 1 else ():
-        if needs_closure(optimizer):
+        if uses_closure(optimizer):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} computes the loss itself, several times per step, so "
                 "it can't step together with others. Give it alone."
@@ -596,13 +597,6 @@ def is_schedule_free(optimizer: Optimizer) -> bool:
     """
     train, evaluate = getattr(optimizer, "train", None), getattr(optimizer, "eval", None)
     return callable(train) and callable(evaluate)
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether `optimizer.step` needs a function that computes the loss (LBFGS)."""
-    step = inspect.signature(type(optimizer).step).parameters
-    closure = step.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def warn_of_flags(model: torch.nn.Module) -> None:

@@ -14,8 +14,10 @@ import torch
 from fitkit.compilation import Compilation
 from fitkit.errors import ConfigurationError
 from fitkit.fit_state import FitState
+from fitkit.optimizer_copies import contents_of, put_contents
+from fitkit.optimizers import instances_in
 from fitkit.samples import Doubts
-from fitkit.typing import AnyCallable, BatchData, Outputs
+from fitkit.typing import AnyCallable, BatchData, Outputs, PlainData
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +150,16 @@ class Record:
     compiler: object | None = None
     needs_gradients: bool = False
     doubts: Doubts = dataclasses.field(default_factory=Doubts)
+
+    def __getstate__(self) -> PlainData:
+        """Return what copies, pickles and workers get: also what optimizers leave out of theirs."""
+        optimizers = instances_in(self.compilation.given.optimizer) + self.fit_state.optimizers
+        return {**vars(self), "optimizer_contents": contents_of(optimizers)}
+
+    def __setstate__(self, state: PlainData) -> None:
+        contents = state.pop("optimizer_contents")
+        vars(self).update(state)
+        put_contents(contents)
 
     def __copy__(self) -> Record:
         """Return a record for another model of the same net, which uses the same optimizers."""

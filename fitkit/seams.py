@@ -191,12 +191,13 @@ from fitkit.optimizers import (
     class_of,
     first_rate,
     members_of,
-    needs_closure,
     put_rate,
+    uses_closure,
 )
 from fitkit.pickling import REDUCERS, Together
 from fitkit.record import LogOptions
 from fitkit.schedulers import SCHEDULERS, PlannedScheduler
+from fitkit.trained import Untrained
 from fitkit.training.applier import Applier, ScaledApplier
 from fitkit.training.batch_transforms import (
     BatchTransform,
@@ -301,6 +302,7 @@ __all__ = [
     "Term",
     "TextFile",
     "Together",
+    "Untrained",
     "Update",
     "Updates",
     "WeightFormat",
@@ -366,7 +368,6 @@ __all__ = [
     "members_of",
     "name_of",
     "named_strategy",
-    "needs_closure",
     "norm_of",
     "noted",
     "open_file",
@@ -414,6 +415,7 @@ __all__ = [
     "unpacker_of",
     "unreadable",
     "usable_cores",
+    "uses_closure",
     "validation_name",
     "value_in",
     "weighted_mean",

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "fitkit"
 LAYERS = {
     "accelerators": 0,
     "errors": 0,
+    "optimizer_copies": 0,
     "foreign_names": 0,
     "printing": 0,
     "shortcuts": 0,
@@ -31,6 +32,7 @@ LAYERS = {
     "random_states": 1,
     "pickling": 1,
     "buffers": 1,
+    "closures": 1,
     "modes": 1,
     "distributed": 2,
     "data": 3,
@@ -41,6 +43,7 @@ LAYERS = {
     "schedulers": 4,
     "checkpoint": 3,
     "progress": 1,
+    "trained": 4,
     "compilation": 5,
     "fit_state": 6,
     "record": 7,

@@ -413,7 +413,7 @@ def share_buffers(model: Module) -> None:
     if strategy.engine is not None:
         strategy.engine.average_ranks()
     if strategy.collectives.world_size > 1:
-        strategy.collectives.broadcast_tensors(list(model.buffers()))
+        model._fitkit.compilation.trained(model).share_buffers(strategy)
 
 
 def print_on_rank_zero(model: Module, text: str) -> None:

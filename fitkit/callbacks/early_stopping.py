@@ -16,7 +16,7 @@ from fitkit.arguments import (
     describe,
     only_known_arguments,
 )
-from fitkit.buffers import resize_buffers
+from fitkit.buffers import Place, resize_buffers
 from fitkit.callbacks.base import Callback, Logs, from_rank_zero, print_on_rank_zero
 from fitkit.callbacks.monitor import Monitor
 from fitkit.checkpoint import uncompiled
@@ -41,9 +41,9 @@ class EarlyStopping(Callback):
         verbose: 1 prints when training stops and which weights are restored. Default 0.
         mode: `"min"`, `"max"` or `"auto"` (default), which infers it from the name.
         baseline: a value to beat. Improvements that don't reach it don't reset the patience.
-        restore_best_weights: whether the model gets the weights and buffers of the best epoch when
-            `fit` ends, early or not, also after an error or Ctrl-C. The optimizer's state stays.
-            Copies are kept in main memory. Default False.
+        restore_best_weights: whether the model, and losses that are modules, get the weights and
+            buffers of the best epoch when `fit` ends, early or not, also after an error or Ctrl-C.
+            The optimizer's state stays. Copies are kept in main memory. Default False.
         start_from_epoch: the first epoch (from 0) to look at. Default 0.
         stopping_threshold: end `fit` once the value is better than this. Default None.
         divergence_threshold: end `fit` once the value is worse than this. Default None.
@@ -117,6 +117,7 @@ class EarlyStopping(Callback):
         self._said = ""
         self._last = math.nan
         self.best_weights: dict[str, Any] | None = None
+        self._best_beside: dict[str, torch.Tensor] = {}
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._reset()
@@ -189,6 +190,13 @@ class EarlyStopping(Callback):
         with uncompiled(self.model._weights_module()) as module:
             resize_buffers(module, weights)
             module.load_state_dict(weights)
+        places = self._places_beside()
+        for name, value in self._best_beside.items():
+            if name in places:
+                places[name].put(value)
+
+    def _places_beside(self) -> dict[str, Place]:
+        return self.model._fitkit.compilation.trained(self.model).places_unlisted()
 
     def _keep_weights(self, epoch: int) -> None:
         self.best_epoch = epoch
@@ -199,14 +207,19 @@ class EarlyStopping(Callback):
             own_names = uncompiled(self.model._weights_module())
             with self._monitored.weights(self), evaluated, own_names as module:
                 self.best_weights = copied_to_host(module.state_dict())
+                held = {name: place.tensor for name, place in self._places_beside().items()}
+                self._best_beside = copied_to_host(
+                    {name: tensor for name, tensor in held.items() if tensor is not None}
+                )
 
     def state_dict(self) -> dict[str, Any]:
         kept = {name: getattr(self, name) for name in KEPT}
-        return {**kept, "said": self._said, "last": self._last}
+        return {**kept, "said": self._said, "last": self._last, "beside": self._best_beside}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         vars(self).update((name, state[name]) for name in KEPT)
         self._last = float(state.get("last", math.nan))
+        self._best_beside = dict(state.get("beside", {}))
         said = state.get("said", "")
         # It had ended the training. With more patience or another threshold it goes on.
         if said and (self.wait >= self.patience or self._reason(self._last)):

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from fitkit import trees
 from fitkit.arguments import check_choice, check_count, check_flag, check_number
-from fitkit.buffers import places_of
+from fitkit.buffers import Place, places_of
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.modes import kept_in_evaluation, modes_restored, to_training
 from fitkit.seams import (
@@ -54,7 +54,7 @@ class AveragedWeights:
     def __init__(self, model: Module, average: Average, *, buffers: bool) -> None:
         found = {
             name: place
-            for name, place in places_of(model, buffers=buffers).items()
+            for name, place in {**places_of(model, buffers=buffers), **_of_losses(model)}.items()
             if place.tensor is not None and trees.is_inexact(place.tensor)
         }
         self.names: list[str] = list(found)
@@ -120,12 +120,20 @@ class AveragedWeights:
         """Restore what `state_dict` returned. The model has the same weights as then."""
         self.count = int(state["count"])
         for name, mean in zip(self.names, self._averages, strict=True):
-            mean.copy_(as_parts(state["averages"][name], mean))
+            if name in state["averages"]:  # older files lack those of losses
+                mean.copy_(as_parts(state["averages"][name], mean))
         self._own = None
         if state["own"] is not None:
             self._own = [tensor.detach().clone() for tensor in self._tensors]
             for name, own in zip(self.names, self._own, strict=True):
-                own.copy_(as_parts(state["own"][name], own))
+                if name in state["own"]:
+                    own.copy_(as_parts(state["own"][name], own))
+
+
+def _of_losses(model: Module) -> dict[str, Place]:
+    """Return where the modules beside the model have parameters that learn."""
+    places = model._fitkit.compilation.trained(model).places_beside()
+    return {n: p for n, p in places.items() if p.tensor is not None and p.tensor.requires_grad}
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:

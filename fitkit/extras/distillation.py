@@ -20,6 +20,7 @@ from fitkit.seams import (
     Count,
     Labels,
     Loss,
+    Untrained,
     full,
     is_labels,
     is_plain_wrapper,
@@ -127,7 +128,7 @@ def teachers_of(loss: Tree) -> list[nn.Module]:
     return list(dict.fromkeys(found))
 
 
-class Teacher:
+class Teacher(Untrained):
     """A net that is asked and never changed. Callable like the net.
 
     Args:

@@ -158,7 +158,7 @@ def plan(
         )
     check_count("devices", devices)
     check_count("num_nodes", num_nodes)
-    check_trainable([*model.parameters(), *model._fitkit.compilation.loss_parameters()])
+    check_trainable(model._fitkit.compilation.trained(model).learning())
     _check_batch(batch)
     given = [strategy] if isinstance(strategy, (str, Strategy)) else strategy
     if not isinstance(given, Sequence):
@@ -381,7 +381,7 @@ def _costs_of_a_step(model: Model, batch: Any) -> tuple[Costs, tuple[str, ...]]:
         with _activations(model) as saved:
             # fit would take a list of one tensor as arrays, and cut its own batches from it.
             model.fit(iter([batch]), verbose=0)
-        held = [*model.parameters(), *model._fitkit.compilation.loss_parameters()]
+        held = model._fitkit.compilation.trained(model).learning()
         state = sum(
             _held_bytes(own)
             for optimizer in model._fitkit.fit_state.optimizers

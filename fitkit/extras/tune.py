@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from fitkit.accelerators import empty_cache
 from fitkit.arguments import check_choice, check_count, check_number
-from fitkit.buffers import extra_states, places_of, restorer
+from fitkit.buffers import extra_states, restorer
 from fitkit.errors import MEMORY_ERRORS, ConfigurationError, WorkerError, is_out_of_memory
 from fitkit.extras.pictures.curves import rate_curve
 from fitkit.extras.watches import BatchLosses
@@ -423,10 +423,10 @@ def untouched(model: Model) -> Iterator[None]:
     its optimizers stay the same objects.
     """
     record, state, compilation = model._fitkit, model._fitkit.fit_state, model._fitkit.compilation
-    modules = [model, *compilation.loss_modules]
-    places = [place for module in modules for place in places_of(module).values()]
+    trained = compilation.trained(model)
     # In main memory: copies on the device would leave less room for the trial.
-    restore_weights = restorer(places, "cpu")
+    restore_weights = restorer(trained.places(), "cpu")
+    modules = (model, *trained.beside.values())
     extra = [found for module in modules for found in extra_states(module)]
     notes = {name: vars(model)[name] for name in NOTES if name in vars(model)}
     recorded = {name: getattr(record, name) for name in RECORDED}

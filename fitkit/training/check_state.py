@@ -133,6 +133,7 @@ def check_training(training: PlainData, path: str) -> None:
     with _Refusing(path):
         for entry in _dicts("optimizers", training.get("optimizers", [])):
             _has("optimizers", entry, {"class": str, "state": dict})
+            _dicts("inner", entry.get("inner", []))
             names = entry.get("names") or []
             if not all(isinstance(name, str) for group in _lists("names", names) for name in group):
                 raise ValueError("an optimizer's parameters have names that aren't text")

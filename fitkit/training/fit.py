@@ -102,8 +102,7 @@ class Fit:
         self.compilation: Compilation = compilation
         self.strategy: Strategy = compilation.strategy
         self.collectives: Collectives = self.strategy.collectives
-        self.strategy.place(model, for_training=True)
-        self.collectives.broadcast_tensors([*compilation.loss_parameters()])
+        compilation.trained(model).place(self.strategy, for_training=True)
         shares = self.strategy.data_ranks.world_size
         per_epoch = arguments.steps_per_epoch
         self.source: Source = rank_source(
@@ -182,7 +181,7 @@ class Fit:
                 joins_steps=self.group_size > 1 and not self.rates.read_steps,
                 is_announced=self.collectives.rank == 0 and chosen_verbose(arguments.verbose) != 0,
             )
-        self.requires_grad: list[bool] = [p.requires_grad for p in compilation.trainable(model)]
+        self.requires_grad: list[bool] = self._learning()
         self.validation: dict[str, tuple[StepContext, Step]] = {}
         self.in_evaluation: list[torch.nn.Module] = []  # submodules that stay in evaluation mode
         self.history: History = History()
@@ -473,13 +472,18 @@ class Fit:
 
     def follow_freezing(self) -> None:
         """Wrap the module again if a callback has frozen or unfrozen parameters."""
-        requires_grad = [p.requires_grad for p in self.compilation.trainable(self.model)]
+        requires_grad = self._learning()
         if requires_grad != self.requires_grad:
             self.requires_grad = requires_grad
             if self.step.wrapped.rewrap is not None:
                 self.step.wrapped.rewrap()
             if self.strategy.engine is not None:
                 self.strategy.engine.rewrap()
+
+    def _learning(self) -> list[bool]:
+        """Whether each parameter learns."""
+        trained = self.compilation.trained(self.model)
+        return [parameter.requires_grad for parameter in trained.parameters()]
 
     def _any_stops(self) -> bool:
         return self.collectives.sums([float(bool(self.model.stop_training))])[0] > 0

@@ -14,6 +14,7 @@ from fitkit.fit_state import FitState
 from fitkit.hooks import overridden
 from fitkit.losses import Count
 from fitkit.module import Module
+from fitkit.trained import share
 from fitkit.training.empty_parts import without_gradients_of_nothing
 from fitkit.training.step_context import StepContext
 from fitkit.training.step_for import Step
@@ -36,7 +37,11 @@ class Manual:
         self._step = step
         self._state: FitState = model._fitkit.fit_state
         self._engine: Engine = compilation.strategy.engine or Engine()
-        self._parameters = compilation.trainable(model)
+        trained = compilation.trained(model)
+        self._parameters = trained.parameters()
+        self._strategy = compilation.strategy
+        is_alone = self._strategy.collectives.world_size == 1
+        self._buffers_beside = [] if is_alone else trained.buffers_beside()
         self._steps_count = False  # whether a `step` was seen: then only these count
         self._updates_before: int | None = None  # of the epoch; None before its first batch
         self._has_warned = False
@@ -45,6 +50,8 @@ class Manual:
         state, updates = self._state, self._state.updates
         if self._updates_before is None:
             self._updates_before = updates
+        if self._buffers_beside:
+            share(self._buffers_beside, self._strategy)
         versions = None if self._steps_count else self._versions()
         with state.counting_steps():
             self._step.record(batch, self._step(batch, index))

@@ -121,7 +121,7 @@ class KeptStep:
 
     def keep(self, model: Module, batch: tuple[Any, ...]) -> None:
         """Note what a step that has made its first batch was built for, if it can be kept."""
-        step, losses = self.step, model._fitkit.compilation.loss_modules
+        step, losses = self.step, model._fitkit.compilation.trained(model).losses.values()
         if not _can_be_kept(model, self.context.name, step):
             return
         self.is_kept = True
@@ -374,7 +374,7 @@ def fit_batch(
     state, steps = model._fitkit.fit_state, model._fitkit.kept_steps
     assert type(steps) is KeptSteps
     kept = steps.take("training") if class_weights is None else None
-    losses = model._fitkit.compilation.loss_modules
+    losses = model._fitkit.compilation.trained(model).losses.values()
     with in_use(model, "train_on_batch", alone=True), surroundings(model, "train_on_batch"):
         kept, batch = _ready(model, kept, arrays)
         modules = None if kept is None else modules_of(model, *losses)

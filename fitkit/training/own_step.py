@@ -141,15 +141,13 @@ class OwnStep:
 
     def again(
         self, batch: Batch, index: int, optimizer_idx: int = 0, *, is_part: bool = False
-    ) -> torch.Tensor:
-        """Return the batch's loss once more (LBFGS computes it several times)."""
+    ) -> Outcome:
+        """Return the batch's outcome once more (LBFGS computes it several times)."""
         self.context.is_silent = True
         try:
-            loss = self(batch, index, optimizer_idx, is_part=is_part).loss
+            return self(batch, index, optimizer_idx, is_part=is_part)
         finally:
             self.context.is_silent = False
-        assert loss is not None
-        return loss
 
     def record(self, batch: Batch, outcome: Outcome) -> None:
         """Take a batch's loss, and what its step returned, into the pass's values.

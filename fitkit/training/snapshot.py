@@ -15,10 +15,12 @@ from torch.optim import Optimizer
 
 import fitkit.checkpoint as files
 from fitkit.arguments import describe, plain_settings
+from fitkit.buffers import Place, restorer
 from fitkit.callbacks import History
 from fitkit.errors import ArgumentTypeError, CheckpointError, FitkitError, warn
 from fitkit.fit_state import FitState
 from fitkit.module import Module
+from fitkit.optimizer_copies import with_inner
 from fitkit.optimizers import OPTIMIZERS, class_of, held_by, instances_in, load_state, put_rate
 from fitkit.progress import Progress
 from fitkit.training import unsaved
@@ -199,6 +201,7 @@ def training_state(
                 "names": _names_in(optimizer, names),
                 "options": plain_options(optimizer),
                 "state": optimizer.state_dict(),
+                "inner": [inner.state_dict() for inner in _inner(optimizer)],
                 "weights": [] if train_weights is None else train_weights[index],
             }
             for index, optimizer in enumerate(state.optimizers)
@@ -214,6 +217,7 @@ def training_state(
         or state.stored_schedulers,
         "losses": _losses_of(model),
         "buffers": unsaved.changed(model),
+        "optimizer_numbers": unsaved.changed_numbers(model),
         "scalings": state.stored_scalings or [scaling.state_dict() for scaling in state.scalings],
         "updates": state.updates,
         "rate_factor": state.rate_factor,
@@ -221,33 +225,50 @@ def training_state(
 
 
 def _losses_of(model: Module) -> list[dict[str, torch.Tensor]]:
-    """Return the values of each loss that learns, by name. The tensors are in use."""
-    modules = model._fitkit.compilation.loss_modules
+    """Return the values of each loss that has some, by name. The tensors are in use."""
+    saved = model._fitkit.compilation.trained(model).saved()
     return [
-        {
-            name: value
-            for name, value in module.state_dict(keep_vars=True).items()
-            if isinstance(value, torch.Tensor)
-        }
-        for module in modules
-        if any(True for _ in module.parameters())
+        {name: held for name, place in places.items() if (held := place.tensor) is not None}
+        for places in saved
     ]
 
 
+def _places_for(model: Module, losses: list[dict[str, torch.Tensor]]) -> list[dict[str, Place]]:
+    """Return the places for stored losses. Files once had those that have parameters, alone."""
+    saved = model._fitkit.compilation.trained(model).saved()
+    if len(losses) != len(saved):
+        parameter = torch.nn.Parameter
+        return [p for p in saved if any(isinstance(one.tensor, parameter) for one in p.values())]
+    return saved
+
+
 def _check_losses(model: Module, training: PlainData, path: str) -> None:
-    """Refuse values of other losses than the model's."""
-
-    def shapes(losses: list[dict[str, torch.Tensor]]) -> list[PlainData]:
-        return [
-            {name: (tuple(t.shape), t.is_complex()) for name, t in loss.items()} for loss in losses
-        ]
-
-    then, now = shapes(training.get("losses", [])), shapes(_losses_of(model))
-    if then and then != now:
+    """Refuse values of other losses than the model's. Buffers may have grown, or be None yet."""
+    stored = training.get("losses", [])
+    places = _places_for(model, stored)
+    fits = len(stored) == len(places) and all(map(_is_for, stored, places))
+    if stored and not fits:
+        then, now = (
+            [{name: tuple(tensor.shape) for name, tensor in loss.items()} for loss in losses]
+            for losses in (stored, _losses_of(model))
+        )
         raise CheckpointError(
-            f"{path} has losses with parameters {then}, but the model is compiled with {now}. "
+            f"{path} has losses with the values {then}, but the model is compiled with {now}. "
             "Compile it as it was, or use load_weights."
         )
+
+
+def _is_for(stored: dict[str, torch.Tensor], places: dict[str, Place]) -> bool:
+    """Whether a loss can take stored values."""
+    shapes = {
+        name: (place.tensor.shape, place.tensor.is_complex())
+        for name, place in places.items()
+        if isinstance(place.tensor, torch.nn.Parameter)
+    }
+    return stored.keys() <= places.keys() and all(
+        name in stored and (stored[name].shape, stored[name].is_complex()) == shape
+        for name, shape in shapes.items()
+    )
 
 
 def _names_of(model: Module) -> dict[int, str]:
@@ -313,12 +334,11 @@ def _assign(
     state, tensors_before = model._fitkit.fit_state, _dtypes_and_devices(model)
     restore_objects = state.restorer()
     plans = [(p, copy.deepcopy(p.state()), p.passed) for p in state.schedulers]
-    losses = [(t, t.detach().clone()) for loss in _losses_of(model) for t in loss.values()]
+    trained = model._fitkit.compilation.trained(model)
+    restore_beside = restorer(trained.places_beside().values())
 
     def undo() -> None:
-        with torch.no_grad():
-            for tensor, value in losses:
-                tensor.copy_(value)
+        restore_beside()
         for plan, its_state, passed in plans:
             if plan.keeps_state:
                 plan.scheduler.load_state_dict(its_state)
@@ -363,11 +383,19 @@ def checked_training(
         CheckpointError: other optimizers or schedulers than the model's.
     """
     state = model._fitkit.fit_state
-    stored = training.get("optimizers", [])
+    stored, losses = training.get("optimizers", []), training.get("losses", [])
+    _check_losses(model, training, path)
+
+    def restore_losses() -> None:
+        for places, found in zip(_places_for(model, losses), losses, strict=False):
+            for name, value in found.items():
+                places[name].put(value)
+
     if not stored:
 
         def begin_anew() -> None:
             state.drop_optimizers()
+            restore_losses()
             _restore_counters(state, training)
 
         return begin_anew
@@ -383,23 +411,21 @@ def checked_training(
             )
         for optimizer, entry in zip(optimizers, stored, strict=True):
             files.check_optimizer_state(optimizer, entry["state"])
+            for inner, its_state in zip(_inner(optimizer), entry.get("inner", []), strict=False):
+                files.check_optimizer_state(inner, its_state)
             _check_order(model, optimizer, entry, path)
             _check_own_weights(optimizer, entry, path)
         _check_schedulers(model, training, path)
-        _check_losses(model, training, path)
     except BaseException:
         undo()
         raise
 
     def restore() -> None:
         for optimizer, entry in zip(optimizers, stored, strict=True):
-            load_state(optimizer, entry["state"])
+            _load_whole(optimizer, entry)
         for group, target in zip(state.groups, targets, strict=False):
             put_rate(group, float(target))
-        with torch.no_grad():
-            for loss, found in zip(_losses_of(model), training.get("losses", []), strict=False):
-                for name, value in found.items():
-                    loss[name].copy_(value)
+        restore_losses()
         state.stored_schedulers = list(training.get("schedulers", []))
         state.stored_groups = state.settings()
         state.stored_weights = [entry.get("weights", []) for entry in stored]
@@ -410,6 +436,26 @@ def checked_training(
         _restore_counters(state, training)
 
     return restore
+
+
+def _inner(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers inside one, such as Lookahead's, that have states of their own."""
+    return [one for one in with_inner([optimizer])[1:] if one.state is not optimizer.state]
+
+
+def _load_whole(optimizer: Optimizer, entry: PlainData) -> None:
+    """Load an optimizer's state, and those of the ones inside; what they share stays shared."""
+    shared = [
+        (inner, name)
+        for inner in with_inner([optimizer])[1:]
+        for name in ("param_groups", "state")
+        if getattr(inner, name) is getattr(optimizer, name)
+    ]
+    for inner, its_state in zip(_inner(optimizer), entry.get("inner", []), strict=False):
+        load_state(inner, its_state)
+    load_state(optimizer, entry["state"])
+    for inner, name in shared:
+        setattr(inner, name, getattr(optimizer, name))
 
 
 def _restore_counters(state: FitState, training: PlainData) -> None:

@@ -203,11 +203,9 @@ class CompiledStep:
             self._look_at(batch.data)
         return outcome
 
-    def again(self, batch: Batch, index: int = 0, *, is_part: bool = False) -> torch.Tensor:
-        """Return the batch's loss again (LBFGS computes it several times)."""
-        loss = self(batch, index, is_part=is_part).loss
-        assert loss is not None
-        return loss
+    def again(self, batch: Batch, index: int = 0, *, is_part: bool = False) -> Outcome:
+        """Return the batch's outcome again (LBFGS computes it several times)."""
+        return self(batch, index, is_part=is_part)
 
     def run_first_checks(self, batch: Batch, wrapped: WrappedModel) -> None:
         """Run the first batch's checks with a batch that doesn't count.

@@ -21,7 +21,7 @@ from fitkit.data.batches import CountedSource, Source
 from fitkit.data.sharding import sharded
 from fitkit.errors import OutOfMemoryError, is_out_of_memory
 from fitkit.hooks import evaluation_stage
-from fitkit.modes import in_use, modules_of, set_mode, weights_cast_anew
+from fitkit.modes import in_use, set_mode, weights_cast_anew
 from fitkit.module import Module, is_metric
 from fitkit.training.compiler import compiler_of
 from fitkit.training.explain import explanation
@@ -106,7 +106,8 @@ def computing(model: Module, verb: str) -> AbstractContextManager[Collection[nn.
 def place(model: Module) -> None:
     """Move a model to its device; only one thread at a time does this."""
     with model._fitkit.contexts.placing:
-        model._fitkit.compilation.strategy.place(model)
+        compilation = model._fitkit.compilation
+        compilation.trained(model).place(compilation.strategy)
 
 
 def let_go(error: BaseException, device: torch.device) -> None:
@@ -129,7 +130,7 @@ def evaluating(
     Args:
         modules: the model and its submodules, if they are known.
     """
-    losses = model._fitkit.compilation.loss_modules
+    losses = list(model._fitkit.compilation.trained(model).losses.values())
     evaluates_losses = losses and context.name != "predict"
     with as_current(model, context):
         if not model._fitkit.fit_state.trains and not evaluates_losses:
@@ -174,8 +175,8 @@ def unchanged_on_error(model: Module, modules: list[nn.Module] | None = None) ->
         modules: the modules of the model and its losses, if the optimizers already exist and no
             scheduler takes part; otherwise None.
     """
-    losses = model._fitkit.compilation.loss_modules
-    parts = modules or modules_of(model, *losses)
+    trained = model._fitkit.compilation.trained(model)
+    parts = modules or trained.modules()
     restore_buffers = restorer(
         # By `items`, because a traced module's holder can't be iterated over.
         Place(part._buffers, name)
@@ -199,7 +200,7 @@ def unchanged_on_error(model: Module, modules: list[nn.Module] | None = None) ->
             model.history = history
         raise
     finally:
-        for module in modules or modules_of(model, *losses):
+        for module in modules or trained.modules():
             for parameter in module._parameters.values():
                 if parameter is not None:
                     parameter.grad = None

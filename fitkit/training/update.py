@@ -23,36 +23,37 @@ from fitkit.errors import ConfigurationError
 from fitkit.fit_state import FitState
 from fitkit.guests import guest_of
 from fitkit.hooks import overridden, step_arguments
+from fitkit.modes import parameters_of
 from fitkit.module import Module
+from fitkit.optimizer_copies import with_inner
 from fitkit.optimizers import (
     OptimizerList,
     check_trainable,
     fuse,
     held_by,
     members_of,
-    needs_closure,
     unfuse_if_unreadable,
+    uses_closure,
 )
+from fitkit.trained import share
 from fitkit.training.applier import Applier, ScaledApplier
 from fitkit.training.compiler import compiler_of
 from fitkit.training.empty_parts import without_gradients_of_nothing
 from fitkit.training.manual import Manual, check_manual, exchange_gradients, manual_backward
 from fitkit.training.memory_layout import match_strides
 from fitkit.training.rates import Rates
+from fitkit.training.reevaluation import Evaluated, Reevaluation
 from fitkit.training.second_order import backward_with_graph, needs_graph
 from fitkit.training.step import Outcome
 from fitkit.training.step_context import StepContext
 from fitkit.training.step_for import Step
 from fitkit.training.tally import CarriedTally, Tally
 from fitkit.training.weighing import (
-    TINY,
     Known,
     Late,
     Number,
     Weighing,
     count_in,
-    nothing_if,
-    weighed,
 )
 
 AS_IS = contextlib.nullcontext()
@@ -89,7 +90,7 @@ def updates_for(
     ]
     if not model.automatic_optimization:
         check_manual(model)
-        parameters = model._fitkit.compilation.trainable(model)
+        parameters = model._fitkit.compilation.trained(model).parameters()
         context.backward = partial(manual_backward, model, context, parameters)
         return Manual(model, step)
     takes_turns = "optimizer_idx" in step_arguments(model, "training_step")
@@ -105,15 +106,15 @@ def updates_for(
 
 def ready_optimizers(model: Module) -> list[Optimizer]:
     """Return the model's optimizers, with states that match the parameters, ready for a step."""
-    trainable = model._fitkit.compilation.trainable(model)
-    check_trainable(trainable)
+    check_trainable(model._fitkit.compilation.trained(model).learning())
     optimizers: list[Optimizer] = model._made_optimizers()
     is_named, guest = _is_named(model), guest_of(model)
     for optimizer in optimizers:
         if is_named:
             fuse(optimizer, model)
         check_fused_state(optimizer)
-        match_state(optimizer)
+        for one in with_inner([optimizer]):
+            match_state(one)
         match_strides([optimizer])
         model._fitkit.compilation.strategy.precision.check_optimizer(optimizer)
         if guest is not None:
@@ -196,6 +197,7 @@ class Update:
         is_one_of_several: bool,
     ) -> None:
         compilation = model._fitkit.compilation
+        trained = compilation.trained(model)
         strategy: Strategy = compilation.strategy
         self.step: Step = step
         self.optimizer: Optimizer = optimizer
@@ -212,17 +214,19 @@ class Update:
         # A compiled step has no wrapper that averages gradients within the backward pass. It has a
         # list then, of the buffers that ranks share, which may be empty.
         self._buffers = step.wrapped.shared_buffers
+        # No wrapper shares these, as DDP does the model's before a forward.
+        self._buffers_beside = [] if self._is_alone else trained.buffers_beside()
         # Whether this object averages the gradients over the ranks, before an update.
         self._exchanges = is_one_of_several or self._buffers is not None
         self.parameters: list[torch.nn.Parameter] = (
-            held_by(optimizer) if is_one_of_several else compilation.trainable(model)
+            held_by(optimizer) if is_one_of_several else trained.parameters()
         )
         move_rates = None if rates is None else rates.after_update_of(optimizer)
         given = model, optimizer, self.parameters, engine, move_rates
         self.apply: Applier = Applier(*given) if scaling is None else ScaledApplier(*given, scaling)
-        # No strategy knows a loss's own parameters, so their gradients are averaged here.
+        # No strategy knows the parameters beside the model, so their gradients are averaged here.
         has_outside = self._ranks > 1 and not self._exchanges
-        self._outside = compilation.loss_parameters() if has_outside else []
+        self._outside = parameters_of(*trained.beside.values()) if has_outside else []
         ranks, carrier = strategy.data_ranks, step.wrapped.count_parameter
         self._tally = Tally(ranks)
         if carrier is not None and not is_one_of_several:  # these bypass the wrapper
@@ -234,7 +238,8 @@ class Update:
         )
         self._batches = 0  # in the group so far
         self._group: Weighing | None = None  # how its batches weigh; None before its first
-        self._takes_closure = needs_closure(optimizer)
+        # For an optimizer that computes the loss itself.
+        self._again = Reevaluation() if uses_closure(optimizer) else None
         if needs_graph(optimizer):
             self.backward = backward_with_graph(
                 optimizer,
@@ -242,21 +247,14 @@ class Update:
                 scales=scaling is not None,
                 is_compiled=compiler_of(model) is not None,
             )
-        if self._takes_closure and scaling is not None:
+        if self._again is not None and scaling is not None:
             raise ConfigurationError(CLOSURE.format(kind=type(optimizer).__name__))
         self._regroup()
 
     def _regroup(self) -> None:
         """Read the current number of batches in an update; call this between two groups."""
-        accumulate = self._fit_state.accumulate
-        if self._takes_closure and accumulate > 1:
-            raise ConfigurationError(
-                f"accumulate_grad_batches={accumulate} doesn't work with "
-                f"{type(self.optimizer).__name__}, which computes the loss several times in each "
-                "step. Write accumulate_grad_batches=1."
-            )
-        self.accumulate: int = accumulate
-        self.is_part: bool = accumulate > 1 or self._ranks > 1
+        self.accumulate: int = self._fit_state.accumulate
+        self.is_part: bool = self.accumulate > 1 or self._ranks > 1
         self._exchanged = not self._exchanges
 
     @property
@@ -289,6 +287,8 @@ class Update:
             parameter.grad = None
         if self._buffers:
             self._strategy.collectives.broadcast_tensors(self._buffers)
+        if self._buffers_beside:
+            share(self._buffers_beside, self._strategy)
 
     def __call__(
         self, batch: Batch, index: int, *, begins: bool = True, **optimizer: Any
@@ -313,11 +313,10 @@ class Update:
             outcome = step(batch, index, is_part=is_part, **optimizer)
             step.record(batch, outcome)
             outcome.outputs = None  # nothing more reads them, and they may be large
-            if self._takes_closure and outcome.loss is not None:
+            if self._again is not None and outcome.loss is not None:
                 again = partial(step.again, batch, index, is_part=is_part, **optimizer)
-                self._step_with_closure(batch, outcome, again)
-            else:
-                self.learn_from(batch, outcome)
+                self._again.parts.append((batch, again))
+            self.learn_from(batch, outcome)
         return outcome
 
     def _around_step(self) -> AbstractContextManager[Any]:
@@ -382,6 +381,8 @@ class Update:
 
         Where nothing counts in it, they are 0.
         """
+        if self._again is not None:
+            self._again.add(loss)
         is_known = not isinstance(count, torch.Tensor)
         if (is_known and not count) or (not is_known and self.step.may_be_nan):
             with without_gradients_of_nothing(loss, count):
@@ -405,49 +406,74 @@ class Update:
             return
         group, self._group, self._batches = self._group, None, 0
         assert group is not None
+        self._complete(group)
+        self._update()
+
+    def _complete(self, group: Weighing) -> None:
+        """Make the gradients of all of a group's parts those of the group.
+
+        Ranks:
+            Collective.
+        """
         if not self._exchanged:
             exchange_gradients(self._strategy, self._averaged)
         factor = group.correction(self._tally.over_ranks)
         if factor is not None:
             self._engine.scale(self.parameters, factor)
-        self._update()
+        if self._again is not None:
+            self._again.group = group
+            if factor is not None and self._again.total is not None:
+                self._again.total = self._again.total * factor
 
-    def _step_with_closure(
-        self, batch: Batch, outcome: Outcome, again: Callable[[], torch.Tensor]
-    ) -> None:
-        """Make an update by an optimizer that evaluates the loss itself, any number of times.
-
-        Args:
-            outcome: of the first evaluation.
-            again: computes the loss again, at changed weights.
-        """
-        loss, mine, whole = outcome.loss, float(batch.samples), float(max(batch.total, 1))
-        assert loss is not None
-        if outcome.count is not None:
-            # An optimizer that reads the loss waits for it anyway.
-            mine = float(count_in(batch, outcome.count))
-            whole = max(*self._strategy.data_ranks.sums([mine]), TINY)
-        waiting = [loss]
+    def _with_closure(self, noted: Reevaluation) -> None:
+        """Make an update by an optimizer that may compute the loss again, any number of times."""
+        self.apply.clip()
+        evaluated: Evaluated | None = Evaluated(self.parameters)
 
         def closure() -> torch.Tensor:
-            with torch.enable_grad():
-                value = waiting.pop() if waiting else again()
-                for parameter in self._averaged:
-                    parameter.grad = None
-                self._add_gradients(weighed(value, mine, self._ranks, whole), mine)
-                if self._exchanges:
-                    exchange_gradients(self._strategy, self.parameters)
-                if self._outside:
-                    self._strategy.data_ranks.mean_gradients(self._outside)
-            self.apply.clip()
-            value = nothing_if(value.detach(), mine)
+            nonlocal evaluated
+            before, evaluated = evaluated, None
+            if before is None or not before.still_holds():
+                with torch.enable_grad():
+                    self._compute_again(noted)
+                self.apply.clip()
+            total = noted.total
+            assert total is not None
             if self._ranks == 1:
-                return value
+                return total
             # This number tells the optimizer when to stop, so it must be the same on all ranks.
-            (summed,) = self._strategy.data_ranks.sums([value.item() * mine])
-            return value.new_tensor(summed / whole)
+            (summed,) = self._strategy.data_ranks.sums([total.item()])
+            return total.new_tensor(summed / self._ranks)
 
         self.apply.with_closure(closure)
+        noted.begin()
+
+    def _compute_again(self, noted: Reevaluation) -> None:
+        """Compute an update's gradients again, at the weights of now.
+
+        Ranks:
+            Collective.
+        """
+        noted.total = None
+        for parameter in self._averaged:
+            parameter.grad = None
+        group = None if noted.group is None else noted.group.anew()
+        last = len(noted.parts) - 1
+        for number, (batch, again) in enumerate(noted.parts):
+            with AS_IS if number == last else self._accumulating():
+                outcome = again()
+                assert outcome.loss is not None
+                if group is None:
+                    self._add_gradients(outcome.loss, batch.samples)
+                else:
+                    self._add_gradients(*group.part(batch, outcome))
+        self._exchanged = not self._exchanges
+        if group is not None:
+            self._complete(group)
+        elif self._exchanges:
+            exchange_gradients(self._strategy, self.parameters)
+        if self._outside:
+            self._strategy.data_ranks.mean_gradients(self._outside)
 
     def _update(self) -> None:
         if self._outside:
@@ -456,7 +482,10 @@ class Update:
             self._looks_at_gradients = False
             for optimizer in members_of(self.optimizer):
                 unfuse_if_unreadable(optimizer)
-        self.apply()
+        if self._again is None:
+            self.apply()
+        else:
+            self._with_closure(self._again)
 
 
 class ByTurns:

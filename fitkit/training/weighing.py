@@ -99,6 +99,9 @@ class Weighing(Protocol):
             over_ranks: sums this rank's count over the ranks.
         """
 
+    def anew(self) -> Weighing:
+        """Return how the same parts weigh if they are computed again."""
+
 
 @dataclasses.dataclass
 class Late:
@@ -131,6 +134,9 @@ class Late:
         whole = over_ranks(self.counted) if self.asks else self.samples
         return correction(self.expected, whole)
 
+    def anew(self) -> Late:
+        return dataclasses.replace(self, counted=0, samples=0)
+
 
 @dataclasses.dataclass
 class Known:
@@ -147,6 +153,9 @@ class Known:
     wholes: Sequence[float]
     left: dict[str, float]
     ranks: int
+
+    def __post_init__(self) -> None:
+        self._all = dict(self.left)
 
     def part(self, batch: Batch, outcome: Outcome) -> tuple[torch.Tensor, Number]:
         values = []
@@ -165,3 +174,6 @@ class Known:
                 "known before the forward, but updates of several outputs and batches need it. "
                 "Let it return one value per sample, or write accumulate_grad_batches=1."
             )
+
+    def anew(self) -> Known:
+        return dataclasses.replace(self, left=self._all)

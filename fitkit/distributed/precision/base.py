@@ -68,6 +68,10 @@ class Precision:
         restore_layers(module)
         restore_dtypes(module)
 
+    def convert_loss(self, module: nn.Module) -> None:
+        """Give a loss or metric the dtype of what it gets: that of `widen`'s outputs, in place."""
+        restore_dtypes(module)
+
     def input_dtype(self, module: nn.Module) -> torch.dtype:
         """Return the dtype that floating inputs get before a step, even before `convert` was
         called.
@@ -436,6 +440,12 @@ class TruePrecision(Precision):
     def convert(self, module: torch.nn.Module) -> None:
         restore_layers(module)
         cast(module, self.compute_dtype)
+
+    def convert_loss(self, module: torch.nn.Module) -> None:
+        if self.compute_dtype in HALF_TYPES:
+            restore_dtypes(module)
+        else:
+            cast(module, self.compute_dtype)
 
     def input_dtype(self, module: torch.nn.Module) -> torch.dtype:
         return self.compute_dtype

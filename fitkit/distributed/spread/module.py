@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from fitkit.activation_checkpointing import UNCALLED, are_module_classes, recompute, repeated
 from fitkit.arguments import check_choice, check_count, describe
+from fitkit.closures import uses_closure
 from fitkit.distributed.spread.in_place import (
     ModuleInPlace,
     as_parts,
@@ -178,11 +179,11 @@ def check_trains(
             f"strategy={strategy!r} trains with one optimizer, or several that step together, but "
             f"there are {len(optimizers)} that take turns. " + instead
         )
-    if isinstance(optimizers[0], torch.optim.LBFGS):
+    if uses_closure(optimizers[0]):
         raise ConfigurationError(
-            "LBFGS computes the loss itself, several times per step, and looks at all parameters "
-            "at once: they can't be spread over ranks. Write strategy='ddp', or take another "
-            "optimizer."
+            f"{type(optimizers[0]).__name__} computes the loss itself, several times per step, and "
+            "looks at all parameters at once: they can't be spread over ranks. Write "
+            "strategy='ddp', or take another optimizer."
         )
     for optimizer in optimizers:
         if isinstance(optimizer, (torch.optim.Adafactor, torch.optim.SparseAdam)):

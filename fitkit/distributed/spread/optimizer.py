@@ -11,16 +11,31 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from fitkit import trees
+from fitkit.closures import uses_closure
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.spread.in_place import OptimizerInPlace, as_parts, held_by, whole_on_host
 from fitkit.distributed.spread.module import ShardedModule
 from fitkit.errors import ConfigurationError
+from fitkit.optimizer_copies import kept_apart
 from fitkit.tensors import bytes_of
 
 CLOSURE = (
     "{kind} computes the loss itself, several times per step, and looks at all parameters at once: "
     "its state can't be spread over ranks. Write strategy='ddp', or take another optimizer."
 )
+
+
+def refuse_kept_apart(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that keeps elsewhere what ranks would have in parts.
+
+    Raises:
+        ConfigurationError: with what it keeps.
+    """
+    if (kept := kept_apart(optimizer)) is not None:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} holds {kept} beside its groups, so it can't be spread "
+            "over ranks. Write strategy='ddp', or take another optimizer."
+        )
 
 
 class OptimizerShards(OptimizerInPlace):
@@ -50,8 +65,9 @@ class OptimizerShards(OptimizerInPlace):
     def __init__(
         self, optimizer: Optimizer, collectives: Collectives, device: torch.device
     ) -> None:
-        if isinstance(optimizer, torch.optim.LBFGS):
+        if uses_closure(optimizer):
             raise ConfigurationError(CLOSURE.format(kind=type(optimizer).__name__))
+        refuse_kept_apart(optimizer)
         super().__init__(optimizer, {})
         self.has_lost: bool = False
         self._collectives = collectives
@@ -276,6 +292,7 @@ class SpreadOptimizer(OptimizerInPlace):
         backup: bool,
         one_by_one: bool = False,
     ) -> None:
+        refuse_kept_apart(optimizer)
         super().__init__(optimizer, module.twins)
         self._module = module
         before = dict(optimizer.state)

@@ -26,8 +26,8 @@ from fitkit.seams import (
     Update,
     Updates,
     has_own_steps,
-    needs_closure,
     overridden,
+    uses_closure,
 )
 from fitkit.typing import CompilerOptions
 
@@ -86,7 +86,7 @@ class TorchCompiler:
         moves_batches = overridden(model, "transfer_batch_to_device")
         if moves_batches and has_own_steps(model, "training"):
             return False
-        return not any(map(needs_closure, state.optimizers))
+        return not any(map(uses_closure, state.optimizers))
 
     def updates(
         self, model: Module, eager: Updates, *, joins_steps: bool, is_announced: bool

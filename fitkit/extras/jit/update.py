@@ -33,7 +33,6 @@ from fitkit.extras.jit.programs import UpdatePrograms, copied, most_steps, shape
 from fitkit.extras.jit.proof import MisfitError
 from fitkit.extras.jit.traced import TracedOwnStep, TracedStep
 from fitkit.extras.jit.tracing import OTHERS_LEARN, UncompiledError
-from fitkit.modes import modules_of
 from fitkit.random_states import kept_random_numbers
 from fitkit.seams import (
     Applier,
@@ -550,8 +549,7 @@ class JitUpdate:
         assert isinstance(traced, TracedStep)
         may_learn = [p for p in self._parameters if p.requires_grad]
         _refuse_hooks(may_learn)
-        losses = self._model._fitkit.compilation.loss_modules
-        put_back = _restorer(modules_of(self._model, *losses))
+        put_back = _restorer(self._model._fitkit.compilation.trained(self._model).modules())
         with kept_random_numbers(), as_written(self._model):
             outcome = traced.as_written(trees.cloned(parts))
             assert outcome.loss is not None

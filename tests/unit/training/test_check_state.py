@@ -417,7 +417,7 @@ class Named(torch.nn.Module):
 
 @pytest.mark.parametrize(("optimizer", "net", "loss", "words"), [
     ("adam", Named("b", "a"), Named("c"), "in another order"),
-    ("sgd", Named("a", "b"), Named("c", rows=3), "losses with parameters"),
+    ("sgd", Named("a", "b"), Named("c", rows=3), "losses with the values"),
 ])  # fmt: skip
 def test_parameters_in_another_order_or_of_another_loss_are_told(
     tmp_path, optimizer, net, loss, words
