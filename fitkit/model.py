@@ -97,7 +97,8 @@ class Model(Module):
     Attributes:
         net: the network that was given, or None.
         history: the `History` of the last `fit`; None before the first.
-        stop_training: set it to True in a callback to end `fit` after the current batch or epoch.
+        stop_training: set it to True in a callback or a step to end `fit` after the current batch
+            or epoch, on all ranks.
         stop_evaluating: the same for `evaluate`, or a validation.
         stop_predicting: the same for `predict`.
 
