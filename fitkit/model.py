@@ -49,6 +49,7 @@ from fitkit.optimizers import with_rate
 from fitkit.pickling import in_main_memory
 from fitkit.progress import Progress
 from fitkit.record import Record, StepContexts
+from fitkit.tensors import values_for_copies
 from fitkit.training.caller import caller_of
 from fitkit.training.compiler import new_compiler
 from fitkit.training.evaluate import run_evaluate, run_predict
@@ -168,6 +169,7 @@ class Model(Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Model:
         """Return a copy on the same device."""
         made = memo[id(self)] = type(self).__new__(type(self))
+        memo.update(values_for_copies(self))
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return made
 
