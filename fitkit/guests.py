@@ -40,6 +40,11 @@ class Guest(nn.Module):
         super().__init__()
         vars(self)["given"] = given
 
+    @property
+    def awaits_batch(self) -> bool:
+        """Whether the network has no weights before its first batch, which hasn't come."""
+        return False
+
     def check(self, model: nn.Module) -> None:
         """Refuse settings that the network can't be trained with.
 

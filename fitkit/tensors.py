@@ -22,11 +22,14 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
-def values_for_copies(module: torch.nn.Module) -> dict[int, torch.Tensor]:
-    """Return a memo for `copy.deepcopy` in which what a module's last call left is without a graph.
+def values_for_copies(thing: object) -> dict[int, torch.Tensor]:
+    """Return a memo for `copy.deepcopy` in which what a last call has left is without a graph.
 
     Torch copies no tensor that was computed with gradients. A torchmetrics object keeps one if it
     has returned a batch's loss, for example.
+
+    Args:
+        thing: a module, or an object like one.
 
     Example:
         >>> import copy, torch
@@ -37,14 +40,10 @@ def values_for_copies(module: torch.nn.Module) -> dict[int, torch.Tensor]:
         False
     """
     found: dict[int, torch.Tensor] = {}
-    for part in module.modules():
+    for part in thing.modules() if isinstance(thing, torch.nn.Module) else [thing]:
         for value in vars(part).values():
             held = list(value.values()) if isinstance(value, dict) else value
-            for one in (
-                held
-                if isinstance(held, Iterable) and not isinstance(held, torch.Tensor)
-                else (held,)
-            ):
+            for one in held if isinstance(held, (list, tuple)) else [held]:
                 if isinstance(one, torch.Tensor) and one.grad_fn is not None:
                     found[id(one)] = one.detach().clone()
     return found

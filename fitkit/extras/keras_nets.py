@@ -173,6 +173,11 @@ class KerasNet(Guest):
 
     # ------------------------------------------------------------------ what the core asks
 
+    @property
+    def awaits_batch(self) -> bool:
+        self._find_variables()  # the network may have been called since
+        return not (self.is_built or self.given._called)
+
     def check(self, model: Any) -> None:
         given = model._fitkit.compilation.given
         strategy = model._fitkit.compilation.strategy

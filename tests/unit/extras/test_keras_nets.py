@@ -546,11 +546,33 @@ def test_a_torch_module_inside_keeps_its_statistics_in_files(tmp_path):
     one, other = compiled(made("torch module")), compiled(made("torch module"))
     one.fit(X + 1, Y, verbose=0)
     one.save_weights(tmp_path / "weights.h5")
-    other.predict(X[:2], verbose=0)  # Keras builds what follows a torch module by a batch
+    with pytest.raises(fitkit.ConfigurationError, match="before its first batch"):
+        other.load_weights(tmp_path / "weights.h5")
+    other.predict_on_batch(X[:1])  # Keras builds what follows a torch module by a batch
     other.load_weights(tmp_path / "weights.h5")
     means = [model.net.layers[0].module.running_mean for model in (one, other)]
     assert means[0].abs().min() > 0
     assert torch.equal(*means)
+
+
+def test_a_net_without_weights_is_built_by_a_resume_and_asks_for_a_batch_before_a_load(tmp_path):
+    path, plain = tmp_path / "a.h5", tmp_path / "a.safetensors"
+    whole = compiled(made("subclass"))
+    whole.fit(X, Y, verbose=0)
+    whole.save(path)
+    whole.save_weights(plain)
+    for load in (
+        lambda model: model.load(path),
+        lambda model: model.load_weights(plain),
+        lambda model: model.load_weights(plain, strict=False),
+        lambda model: fitkit.load_model(path, made("subclass")),
+    ):
+        model = compiled(made("subclass"))
+        with pytest.raises(fitkit.ConfigurationError, match=r"predict_on_batch\(x\[:1\]\)"):
+            load(model)
+    model.predict_on_batch(X[:1])
+    model.load_weights(plain)
+    assert max(differences(whole.net, model.net)) == 0
 
 
 def test_names_that_the_user_gave_stay():
@@ -577,8 +599,6 @@ def test_a_training_that_is_cut_goes_on_with_the_same_numbers(name, tmp_path):
     fitkit.set_seed(3)
     expected = whole.fit(X, Y, callbacks=SaveAt(tmp_path / "a.h5", 6), **settings).history
     resumed = compiled(made(name))
-    if name == "subclass":  # a file fits what has weights
-        resumed.predict(X[:2], verbose=0)
     found = resumed.fit(X, Y, resume_from=tmp_path / "a.h5", **settings).history
     assert found == expected
     assert max(differences(whole.net, resumed.net)) == 0
