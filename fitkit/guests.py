@@ -55,6 +55,15 @@ class Guest(nn.Module):
             ConfigurationError: with what to write instead.
         """
 
+    def meant(self, argument: str, value: Any) -> Any:
+        """Return losses or metrics of `compile` as fitkit calls them.
+
+        Args:
+            argument: `"loss"`, `"metrics"` or `"weighted_metrics"`.
+            value: as it was given.
+        """
+        return value
+
     def prepare(self, batch: Callable[[], Tree]) -> None:
         """Get ready for a verb, before any rank begins.
 
