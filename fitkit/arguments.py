@@ -214,17 +214,22 @@ PREDICTION_NAMES = frozenset({
 })  # fmt: skip
 
 
-def check_takes_pair(function: AnyCallable, label: str, kind: str) -> None:
-    """Refuse a callable that can't take, or seems to swap, `(prediction, target)`.
+def check_takes_pair(
+    function: AnyCallable, label: str, kind: str, *, target_first: bool = False
+) -> None:
+    """Refuse a callable that can't take, or seems to swap, a prediction and its target.
 
     Args:
         function: a function, a module or any other callable; its own signature tells.
         label: how the message calls it.
         kind: what it was given as: `"loss"`, `"metric"`.
+        target_first: whether it is called in Keras's order, `(y_true, y_pred)`. Default:
+            `(prediction, target)`.
 
     Raises:
-        ConfigurationError: it takes other arguments, or names them in Keras's order.
+        ConfigurationError: it takes other arguments, or names them in the other order.
     """
+    order = "(y_true, y_pred)" if target_first else "(prediction, target)"
     try:
         signature = inspect.signature(
             function.forward if isinstance(function, nn.Module) else function
@@ -235,11 +240,17 @@ def check_takes_pair(function: AnyCallable, label: str, kind: str) -> None:
         signature.bind(None, None)
     except TypeError as error:
         raise ConfigurationError(
-            f"{label} takes {signature}, but a {kind} is called with (prediction, target): "
+            f"{label} takes {signature}, but a {kind} is called with {order}: "
             f"{error}. Wrap it in a function of these two."
         ) from None
     first, second = [*signature.parameters, "", ""][:2]
-    if first in TARGET_NAMES and second in PREDICTION_NAMES:
+    if target_first and first in PREDICTION_NAMES and second in TARGET_NAMES:
+        raise ConfigurationError(
+            f"{label} takes ({first}, {second}): the prediction first, as torch does. A {kind} of "
+            f"a Keras network is called as Keras does, with {order}: swap the parameters.",
+            code="FK016",
+        )
+    if not target_first and first in TARGET_NAMES and second in PREDICTION_NAMES:
         raise ConfigurationError(
             f"{label} takes ({first}, {second}): the target first, as Keras and scikit-learn do. "
             f"fitkit calls a {kind} as torch does, with (prediction, target): swap the "

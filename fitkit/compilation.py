@@ -17,6 +17,7 @@ from fitkit.distributed.precision import Precision
 from fitkit.distributed.resolve import resolve_strategy
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.guests import NO_GUEST, guest_of
 from fitkit.losses import CompiledLoss
 from fitkit.metrics import CompiledMetrics
 from fitkit.metrics.torchmetrics_adapter import is_torchmetric
@@ -333,12 +334,15 @@ class Compilation:
             ConfigurationError, ArgumentTypeError: an argument is invalid. Nothing changes.
         """
         _check_combinations(given, anew)
+        meant = (guest_of(model) or NO_GUEST).meant
         made = Compilation(
             given,
             given.chosen_optimizer(),
             SchedulerChoice.read(given.lr_scheduler) if anew.scheduler else self.scheduler,
-            CompiledLoss(given.loss, given.loss_weights) if anew.loss else self.loss,
-            CompiledMetrics(given.metrics, given.weighted_metrics)
+            CompiledLoss(meant("loss", given.loss), given.loss_weights) if anew.loss else self.loss,
+            CompiledMetrics(
+                meant("metrics", given.metrics), meant("weighted_metrics", given.weighted_metrics)
+            )
             if anew.metrics
             else self.metrics,
         ).on(given.chosen_strategy() if anew.hardware else self.strategy)

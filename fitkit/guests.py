@@ -40,6 +40,11 @@ class Guest(nn.Module):
         super().__init__()
         vars(self)["given"] = given
 
+    @property
+    def awaits_batch(self) -> bool:
+        """Whether the network has no weights before its first batch, which hasn't come."""
+        return False
+
     def check(self, model: nn.Module) -> None:
         """Refuse settings that the network can't be trained with.
 
@@ -49,6 +54,15 @@ class Guest(nn.Module):
         Raises:
             ConfigurationError: with what to write instead.
         """
+
+    def meant(self, argument: str, value: Any) -> Any:
+        """Return losses or metrics of `compile` as fitkit calls them.
+
+        Args:
+            argument: `"loss"`, `"metrics"` or `"weighted_metrics"`.
+            value: as it was given.
+        """
+        return value
 
     def prepare(self, batch: Callable[[], Tree]) -> None:
         """Get ready for a verb, before any rank begins.

@@ -49,6 +49,7 @@ from fitkit.optimizers import with_rate
 from fitkit.pickling import in_main_memory
 from fitkit.progress import Progress
 from fitkit.record import Record, StepContexts
+from fitkit.tensors import values_for_copies
 from fitkit.training.caller import caller_of
 from fitkit.training.compiler import new_compiler
 from fitkit.training.evaluate import run_evaluate, run_predict
@@ -97,7 +98,8 @@ class Model(Module):
     Attributes:
         net: the network that was given, or None.
         history: the `History` of the last `fit`; None before the first.
-        stop_training: set it to True in a callback to end `fit` after the current batch or epoch.
+        stop_training: set it to True in a callback or a step to end `fit` after the current batch
+            or epoch, on all ranks.
         stop_evaluating: the same for `evaluate`, or a validation.
         stop_predicting: the same for `predict`.
 
@@ -167,6 +169,7 @@ class Model(Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Model:
         """Return a copy on the same device."""
         made = memo[id(self)] = type(self).__new__(type(self))
+        memo.update(values_for_copies(self))
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return made
 
@@ -1208,19 +1211,12 @@ def _check_wraps(kind: type[Model], net: Any) -> None:
 
 def _prepared(model: Model, verb: str, arguments: Arguments) -> Arguments:
     """Check that a model can run the call. Returns the arguments with their data sources."""
-    compilation = model._fitkit.compilation
     check_steps(model)
     check_callbacks(arguments.callback_list.callbacks)
     has_steps = any(overridden(model, f"{stage}_step") for stage in STAGES)
     if model.net is None and type(model).forward is Module.forward and not has_steps:
         model.forward()  # says what is missing
-    if (opened := opened_data(model, verb, arguments)) is not None:
-        arguments = arguments.reading(opened)
-    found = arguments.prepared(
-        compilation.strategy.precision.input_dtype(model),
-        compilation.strategy.data_rank_count,
-        compilation.given.effective_batch_size,
-    )
+    found = _with_sources(model, verb, arguments)
     if (guest := guest_of(model)) is not None:
         guest.check(model)
         guest.prepare(lambda: first_inputs(found.source))
@@ -1229,8 +1225,22 @@ def _prepared(model: Model, verb: str, arguments: Arguments) -> Arguments:
     return found
 
 
+def _with_sources(model: Model, verb: str, arguments: Arguments) -> Arguments:
+    """Return a call's arguments with their data sources."""
+    compilation = model._fitkit.compilation
+    if (opened := opened_data(model, verb, arguments)) is not None:
+        arguments = arguments.reading(opened)
+    return arguments.prepared(
+        compilation.strategy.precision.input_dtype(model),
+        compilation.strategy.data_rank_count,
+        compilation.given.effective_batch_size,
+    )
+
+
 def _resumed(model: Model, arguments: FitArguments, path: FilePath) -> FitArguments:
     """Load a checkpoint. Returns the arguments that continue where the saved run stopped."""
+    if (guest := guest_of(model)) is not None:  # the file has its weights only once it is built
+        guest.prepare(lambda: first_inputs(_with_sources(model, "fit", arguments).source))
     for callback in arguments.callback_list.callbacks:
         callback.prepare_optimizers(model)
 

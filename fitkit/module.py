@@ -115,7 +115,8 @@ class Module(nn.Module):
     Attributes:
         net: the network that was given, or None.
         history: the `History` of the last `fit`; None before the first.
-        stop_training: set it to True in a callback to end `fit` after the current batch or epoch.
+        stop_training: set it to True in a callback or a step to end `fit` after the current batch
+            or epoch, on all ranks.
         stop_evaluating, stop_predicting: set it to True in a callback to end `evaluate` (or a
             validation) or `predict` after the current batch, on the rank that sets it.
         automatic_optimization: whether `fit` makes the updates (default). If False,
@@ -131,6 +132,8 @@ class Module(nn.Module):
     stop_predicting: bool = False
     automatic_optimization: bool = True
     current_epoch: int = 0
+    # By what names its own code ends a training.
+    _stopped_by: frozenset[str] = frozenset({"stop_training"})
 
     def __getattr__(self, name: str) -> Any:
         """Return a parameter, buffer or module of that name.

@@ -179,6 +179,7 @@ from fitkit.losses.loss import is_labels
 from fitkit.losses.names import LOSSES, Definition
 from fitkit.metrics import CompiledMetrics
 from fitkit.metrics.conversions import as_given, matched
+from fitkit.metrics.group import MetricSpec
 from fitkit.metrics.named import NAMES as METRICS
 from fitkit.metrics.named import Named
 from fitkit.metrics.sums import Mean
@@ -271,6 +272,7 @@ __all__ = [
     "Loss",
     "Machine",
     "Mean",
+    "MetricSpec",
     "MixedPrecision",
     "Module",
     "ModuleInPlace",

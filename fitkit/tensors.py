@@ -22,6 +22,33 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
+def values_for_copies(thing: object) -> dict[int, torch.Tensor]:
+    """Return a memo for `copy.deepcopy` in which what a last call has left is without a graph.
+
+    Torch copies no tensor that was computed with gradients. A torchmetrics object keeps one if it
+    has returned a batch's loss, for example.
+
+    Args:
+        thing: a module, or an object like one.
+
+    Example:
+        >>> import copy, torch
+        >>> from fitkit.tensors import values_for_copies
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> layer.last = layer(torch.ones(1, 2))
+        >>> copy.deepcopy(layer, values_for_copies(layer)).last.requires_grad
+        False
+    """
+    found: dict[int, torch.Tensor] = {}
+    for part in thing.modules() if isinstance(thing, torch.nn.Module) else [thing]:
+        for value in vars(part).values():
+            held = list(value.values()) if isinstance(value, dict) else value
+            for one in held if isinstance(held, (list, tuple)) else [held]:
+                if isinstance(one, torch.Tensor) and one.grad_fn is not None:
+                    found[id(one)] = one.detach().clone()
+    return found
+
+
 def human_bytes(size: float) -> str:
     """Return an amount of memory as people read it: `512 B`, `4.0 KiB`, `97.5 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):

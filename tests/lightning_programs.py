@@ -447,6 +447,23 @@ class Noisy(Classifier):
         torch.manual_seed(1000 * self.current_epoch + batch_idx)
 
 
+class MetricLoss(Classifier):
+    """A torchmetrics object gives the loss, so it keeps a batch's graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.hinge = torchmetrics.HingeLoss("multiclass", num_classes=CLASSES)
+        self.scores = torchmetrics.CosineSimilarity("mean")  # its state is a list
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        scores = self(x)
+        loss = self.hinge(scores, y) - self.scores(scores, F.one_hot(y, CLASSES))
+        self.log("train_loss", self.hinge, on_epoch=True)
+        self.log("likeness", self.scores, on_step=False, on_epoch=True)
+        return loss
+
+
 class Points(pl.LightningDataModule):
     """Splits, scales and serves points."""
 
@@ -538,6 +555,7 @@ PROGRAMS = {
     "manual_accumulation": Program(ManualAccumulation),
     "short_epochs": Program(ShortEpochs, validation=None, logged=("train_loss",)),
     "noisy": Program(Noisy),
+    "metric_loss": Program(MetricLoss, logged=("train_loss_epoch", "likeness", "val_loss")),
     "double": Program(Classifier, settings={"precision": "64-true"}),
     "bfloat16": Program(Classifier, settings={"precision": "bf16-mixed"}),
 }

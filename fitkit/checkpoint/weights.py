@@ -30,6 +30,7 @@ from fitkit.checkpoint.frozen import noted
 from fitkit.checkpoint.uncompiled import plain_name, uncompiled
 from fitkit.distributed.meta_tensors import fill_meta
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError, warn
+from fitkit.guests import Guest
 
 # More names than this are counted, not listed: a large net's wouldn't fit on a screen.
 _LISTED = 20
@@ -73,22 +74,26 @@ class Matching:
     def check(
         self, path: str, module: torch.nn.Module, *, strict: bool, skip_mismatch: bool
     ) -> None:
-        """Raise one CheckpointError that lists all that doesn't fit and isn't tolerated."""
+        """Raise one CheckpointError that lists all that doesn't fit and isn't tolerated.
+
+        What isn't there can be tolerated only beside something that fits.
+        """
         problems = []
         remedies = []
-        if strict and (self.lost or self.unexpected):
+        if (strict or not self.fitting) and (self.lost or self.unexpected):
             problems.append(listing("missing in the file", self.lost))
             problems.append(listing("in the file only", self.unexpected))
             remedies.append("strict=False (what both have)")
-        if self.mismatched and not skip_mismatch:
+        if self.mismatched and not (skip_mismatch and self.fitting):
             problems.append(self.list_mismatched("of another shape or kind"))
             remedies.append("skip_mismatch=True (all but what differs)")
         if problems:
+            advice = f", or load its weights by load_weights with {' and '.join(remedies)}"
             raise CheckpointError(
                 f"{path} doesn't fit this {type(module).__name__}; nothing was loaded."
                 f"{''.join(problems)}\n"
-                f"{self._prefix_hint()}Load it into the module that it was saved from, or load its "
-                f"weights by load_weights with {' and '.join(remedies)}.",
+                f"{self._prefix_hint()}Load it into the module that it was saved from"
+                f"{advice if self.fitting else ': this one has no tensor of it'}.",
                 code="FK053",
             )
 
@@ -402,6 +407,12 @@ def _check_module(module: object) -> None:
 
 def _expected(module: torch.nn.Module) -> dict[str, Any]:
     """Return the module's state dict, where all of it has values that can be replaced."""
+    if isinstance(module, Guest) and module.awaits_batch:
+        raise ConfigurationError(
+            f"{type(module.given).__name__} has no weights before its first batch, so nothing "
+            "says which fit. Call it on one, as net(x[:1]) or model.predict_on_batch(x[:1]), then "
+            "load."
+        )
     state = dict(module.state_dict())
     for name, value in state.items():
         if torch.nn.parameter.is_lazy(value):

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from fitkit import trees
 from fitkit.arguments import describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn_once
-from fitkit.extras import keras_metrics, keras_norms
+from fitkit.extras import keras_metrics, keras_norms, keras_order
 from fitkit.extras.keras_calls import Called, CompiledCall, called
 from fitkit.extras.keras_pickles import CODE, put_together, taken_apart
 from fitkit.outputs import SINGLE
@@ -57,6 +57,7 @@ class KerasNet(Guest):
     rank: int
     is_built: bool
     computes_loss: bool
+    has_loss: bool
     variables: list[Any]
     seeds: list[Any]
     constrained: list[Any]
@@ -83,6 +84,7 @@ class KerasNet(Guest):
     def _set_up(self) -> None:
         own = vars(self)
         own["computes_loss"] = is_own(self.given, "compute_loss")
+        own.setdefault("has_loss", True)
         own.update(rank=0, is_built=False, variables=[], seeds=[], constrained=[])
         own.update(calls=None, options=False)
         metrics = keras_metrics.metrics_of(self.given)
@@ -173,10 +175,16 @@ class KerasNet(Guest):
 
     # ------------------------------------------------------------------ what the core asks
 
+    @property
+    def awaits_batch(self) -> bool:
+        self._find_variables()  # the network may have been called since
+        return not (self.is_built or self.given._called)
+
     def check(self, model: Any) -> None:
         given = model._fitkit.compilation.given
         strategy = model._fitkit.compilation.strategy
         net = self.given
+        vars(self)["has_loss"] = given.loss is not None
         own = [name for name in STEPS if is_own(net, name)]
         if own and not has_steps(model):
             raise refusal(
@@ -225,6 +233,9 @@ class KerasNet(Guest):
         for metric in metrics if strategy.world.size > 1 else ():
             if not keras_metrics.is_additive(metric):
                 raise keras_metrics.not_joined(metric)
+
+    def meant(self, argument: str, value: Any) -> Any:
+        return keras_order.meant(argument, value)
 
     def prepare(self, batch: Callable[[], Any]) -> None:
         self._find_variables()  # the network may have been called since
@@ -291,6 +302,8 @@ class KerasNet(Guest):
         self.left.counted = self.left.measured  # later calls may be for checks
         if self.computes_loss:
             return self._with_own_loss(outputs, y, weight), y, None
+        if not self.has_loss and self.left.losses:
+            return self._with_added_alone(outputs), y, None
         outputs, masks = (self._by_layer(tree) for tree in (outputs, self.left.masks))
         outputs = trees.map_leaves(widened, outputs)
         found = by_output(masks)
@@ -325,9 +338,13 @@ class KerasNet(Guest):
         with self.lock, self._on_device():
             loss = self.given._compute_loss(inputs, y, outputs, weight, training=self.training)
         self.left.losses = []  # it has added them, as Keras's own does
-        if isinstance(outputs, Mapping):
-            return {"loss": loss, **outputs}
-        return {"loss": loss, "logits": outputs}
+        return beside_loss(loss, outputs)
+
+    def _with_added_alone(self, outputs: Any) -> Any:
+        """Return the outputs beside what the network has added, which is the whole loss."""
+        loss = torch.stack([one.sum() for one in self.left.losses]).sum()
+        self.left.losses, self.left.shown, self.left.masked = [], None, {}
+        return beside_loss(loss, outputs)
 
     def for_metrics(self, outputs: Any, y: Any, weight: Any) -> tuple[Any, Any, Any]:
         if self.left.shown is None:
@@ -390,12 +407,18 @@ class KerasNet(Guest):
     # ------------------------------------------------------------------ copies
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"given": self.given, "training": self.training, "options": self.options}
+        return {
+            "given": self.given,
+            "training": self.training,
+            "options": self.options,
+            "has_loss": self.has_loss,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         configure(state.get("configuration", {}))
         Guest.__init__(self, state["given"])
         self.training = state["training"]
+        vars(self)["has_loss"] = state["has_loss"]
         for layer in self.given._flatten_layers():  # which knows what it tracks by ids
             tracker = layer._tracker
             tracker.stored_ids = {
@@ -416,7 +439,13 @@ class KerasNet(Guest):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         data, tensors = taken_apart(self.given, keeps_code=False)
-        return restored, (data, tensors, self.training, self.options)
+        return restored, (data, tensors, self.training, self.options, self.has_loss)
+
+
+def beside_loss(loss: torch.Tensor, outputs: Any) -> dict[str, Any]:
+    """Return a network's outputs as those of one that computes its loss."""
+    named = dict(outputs) if isinstance(outputs, Mapping) else {"logits": outputs}
+    return {"loss": loss, **named}
 
 
 def is_own(net: Any, name: str) -> bool:
@@ -572,10 +601,16 @@ def widened(leaf: Any) -> Any:
 
 
 def restored(
-    data: bytes, tensors: list[torch.Tensor], training: bool, options: Any = False
+    data: bytes,
+    tensors: list[torch.Tensor],
+    training: bool,
+    options: Any = False,
+    has_loss: bool = True,
 ) -> KerasNet:
     """Return a net that was pickled."""
     made = KerasNet.__new__(KerasNet)
     given = put_together(data, tensors)
-    made.__setstate__({"given": given, "training": training, "options": options})
+    made.__setstate__(
+        {"given": given, "training": training, "options": options, "has_loss": has_loss}
+    )
     return made

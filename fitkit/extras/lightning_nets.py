@@ -66,6 +66,7 @@ class LightningModel(ServedModel):
     """
 
     data: DataModule | None
+    _stopped_by = frozenset({"stop_training", "should_stop"})
 
     def __init__(self, net: Any = None) -> None:
         super().__init__(net)

@@ -7,6 +7,7 @@ stay fitkit's: how gradients of batches and ranks are weighed, accumulated, scal
 from __future__ import annotations
 
 import dataclasses
+import dis
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -91,6 +92,10 @@ class HookedUpdates:
         self.batch_idx: int = 0
         self.is_last: bool = False
         self._ends = False  # a hook has ended the epoch
+        ranks = model._fitkit.compilation.strategy.collectives
+        begins = getattr(model.net, "on_train_batch_start", None)
+        asks = ranks.world_size > 1 and self._hooks.has("on_train_batch_start")
+        self._ranks = ranks if asks and may_return(begins) else None
 
     def peekable(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         batches = self._updates.peekable(batches)
@@ -117,7 +122,7 @@ class HookedUpdates:
         if self._steps is not None:
             self.is_last = index + 1 == self._steps
         moved = hooks.begin_batch(model, batch) if hooks.moves else None
-        self._ends = hooks.ask("on_train_batch_start", moved, index) == -1
+        self._ends = self._any_ends(hooks.ask("on_train_batch_start", moved, index) == -1)
         if not self._ends:
             self._updates(batch, index)
             if self.is_last and self._update is not None:
@@ -131,6 +136,16 @@ class HookedUpdates:
                 hooks.call("on_train_batch_end", self._outputs(), moved, index)
             self.move_rates("step", watching=True)
         hooks.forget_batch()
+
+    def _any_ends(self, ends: bool) -> bool:
+        """Whether the epoch ends before this batch, on any rank.
+
+        Ranks:
+            Collective, if the hook that says so may return something.
+        """
+        if self._ranks is None:
+            return ends
+        return self._ranks.sums([float(ends)])[0] > 0
 
     def _outputs(self) -> dict[str, Any]:
         """Return what the step returned, as `on_train_batch_end` gets it: a part of an update's
@@ -208,6 +223,23 @@ class HookedUpdates:
 
     def finish(self) -> None:
         self._updates.finish()
+
+
+def may_return(function: Any) -> bool:
+    """Whether a function may return something else than None, by its code; True if unknown."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    if code is None:
+        return True
+    before = None
+    for one in dis.get_instructions(code):
+        if one.opname == "RETURN_CONST" and one.argval is not None:
+            return True
+        if one.opname == "RETURN_VALUE":
+            is_none = before is not None and before.opname == "LOAD_CONST" and before.argval is None
+            if one.is_jump_target or not is_none:
+                return True
+        before = one
+    return False
 
 
 def _detached(leaf: object) -> object:

@@ -362,6 +362,9 @@ class Specs:
         if isinstance(metric, str):
             yield from self._called(metric)
             return
+        if isinstance(metric, MetricSpec):
+            yield dataclasses.replace(metric, weighted=self._weighted)
+            return
         self._check(metric)
         yield MetricSpec(_default_name(metric), metric, self._weighted)
 

@@ -26,6 +26,7 @@ from fitkit.metrics.conversions import (
 from fitkit.metrics.sums import Batch, State, outside_inference
 from fitkit.outputs import EMPTY_MEAN
 from fitkit.shortcuts import Shortcut
+from fitkit.tensors import values_for_copies
 from fitkit.trees import copied, map_leaves
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ def merged_metric_value(metric: Metric, states: list[State]) -> Any:
     Args:
         states: each rank's `metric_states`.
     """
-    whole = copy.deepcopy(metric)
+    whole = copy.deepcopy(metric, values_for_copies(metric))
     # Else it would exchange its states with the other ranks once more.
     whole.sync_on_compute = whole._to_sync = False
     _load_metric(whole, states)
@@ -318,7 +319,7 @@ def wrap_object(metric: Metric, first: FirstBatch) -> TorchMetric:
     shape that they take; those of `torchmetrics.regression` (N,) beside (N, 1) reconciled; all
     others each batch as it came.
     """
-    own = metric.clone()
+    own = copy.deepcopy(metric, values_for_copies(metric))
     own.reset()
     _keep_local(own)
     owner = update_owner(own)

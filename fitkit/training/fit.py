@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from fitkit.arguments import chosen_verbose
 from fitkit.callbacks import Callback, CallbackList, History
-from fitkit.callbacks.base import SHORT_NAMES, overrides
 from fitkit.callbacks.callback_list import report_error
 from fitkit.callbacks.monitor import why_none
 from fitkit.callbacks.progress import with_built_in
@@ -43,13 +42,11 @@ from fitkit.training.settings import FitArguments
 from fitkit.training.snapshot import contents, weights_of
 from fitkit.training.step_context import StepContext, as_current
 from fitkit.training.step_for import Step, step_for
+from fitkit.training.stopping import Stopping
 from fitkit.training.surroundings import rank_source, surroundings
 from fitkit.training.update import updates_for
 from fitkit.training.validation_names import named_values, validation_name
 from fitkit.typing import PlainData, Values
-
-BATCH_HOOKS = (*SHORT_NAMES, *SHORT_NAMES.values())
-"""Hooks in which a callback can stop an epoch."""
 
 
 def run_fit(model: Module, arguments: FitArguments) -> History:
@@ -143,6 +140,7 @@ class Fit:
         model._fit_begins(self)
         # Create the optimizers after the module is on its device.
         self.optimizers: list[Optimizer] = model._made_optimizers()
+        self.stopping: Stopping = Stopping(model, self.collectives, self.callbacks)
         unsaved.note(model)
         warn_of_flags(model)
         self.strategy.begin_engine(model, self.optimizers)
@@ -249,7 +247,7 @@ class Fit:
                 give_states(arguments.callback_list.callbacks, resumed.callbacks)
             logs: Values = {n: values[-1] for n, values in self.history.history.items()}
             # A callback may have ended the training in the epoch of the checkpoint.
-            has_ended = resumed is not None and not self.progress.steps and self._any_stops()
+            has_ended = resumed is not None and not self.progress.steps and self.stopping.agreed()
             for epoch in range(arguments.initial_epoch, 0 if has_ended else arguments.epochs):
                 logs = self.run_epoch(epoch, callbacks, logs)
                 if model.stop_training:
@@ -318,24 +316,25 @@ class Fit:
             ConfigurationError: no batch of the epoch had rows.
         """
         model, context, step, update = self.model, self.context, self.step, self.update
+        stopping, learn = self.stopping, self.stopping.watched(update)
         logbook = step.logbook
         self._begin_epoch(epoch, callbacks)
         done = self.steps_done  # before an interruption
         begin = callbacks.hooks("on_train_batch_begin")
         end = callbacks.hooks("on_train_batch_end")
-        asks_ranks = self._asks_ranks()
         validates = self.interval is not None
         # Whether other code may run between two groups: then no batch may wait.
-        looks = validates or asks_ranks or users_look(callbacks, "train")
+        looks = validates or stopping.asks or users_look(callbacks, "train")
         index, empty = done - 1, 0
         with as_current(model, context):
             batches = step.mover.bring_each(self.stream.epoch(done))
             if self.batch_transforms is not None:
                 batches = self.batch_transforms.each(batches, done)
             batches = update.peekable(batches)
-            # A callback may have ended an interrupted epoch. It may also begin with a validation,
-            # which may end it.
-            if done and (self._any_stops() or self._validate_if_due(epoch, callbacks)):
+            # A hook may have ended the epoch on one rank. An interrupted one may also begin with a
+            # validation, which may end it.
+            stops = stopping.agreed()
+            if done and (stops or self._validate_if_due(epoch, callbacks)):
                 batches = iter(())
             for group in in_groups(batches, self.group_size, first=done):
                 has_rows = False
@@ -350,7 +349,7 @@ class Fit:
                         if not has_rows:
                             for hook in begin:
                                 hook(index, {})
-                        update(batch, index)
+                        learn(batch, index)
                         logbook.steps += 1
                         if index == done + empty and epoch == self.arguments.initial_epoch:
                             self.strategy.after_first_batch(model, self.optimizers)
@@ -364,7 +363,7 @@ class Fit:
                     logs = LazyLogs(logbook.results, logbook.loss.last, logbook.loss.last_count)
                     for hook in end:
                         hook(index, logs)
-                if self._any_stops() if asks_ranks else model.stop_training:
+                if stopping.agreed() if stopping.asks else model.stop_training:
                     break
                 if validates and self._validate_if_due(epoch, callbacks):
                     break
@@ -437,8 +436,7 @@ class Fit:
             context.call_at_end(ended, values, self.strategy.data_ranks, epoch, values)
         if not self.has_warned_of_empty and self.collectives.rank == 0:
             self.has_warned_of_empty = warn_of_empty(values, f"In epoch {epoch + 1}")
-        if self.arguments.callback_list.callbacks:
-            self.model.stop_training = self._any_stops()
+        self.stopping.agreed()
 
     def note(self, steps: int) -> None:
         """Record how many of the epoch's steps are done."""
@@ -485,21 +483,6 @@ class Fit:
         trained = self.compilation.trained(self.model)
         return [parameter.requires_grad for parameter in trained.parameters()]
 
-    def _any_stops(self) -> bool:
-        return self.collectives.sums([float(bool(self.model.stop_training))])[0] > 0
-
-    def _asks_ranks(self) -> bool:
-        """Return whether ranks ask each other after each batch if one wants to stop.
-
-        Asking costs an exchange. It is needed only if a callback acts at batches and doesn't set
-        `stops_alike`, because nothing else stops the epoch of a single rank.
-        """
-        return self.collectives.world_size > 1 and any(
-            not callback.stops_alike and overrides(callback, hook)
-            for callback in self.arguments.callback_list.callbacks
-            for hook in BATCH_HOOKS
-        )
-
     def _ran_out(self, epoch: int, batches: int) -> bool:
         """Return whether an epoch got no batches; if it got too few, warn and end training."""
         asked = self.arguments.steps_per_epoch
@@ -529,8 +512,7 @@ class Fit:
         self.progress.validated = {"steps": steps, "updates": updates, "values": dict(values)}
         self.rates.after_validation(epoch, values)
         callbacks.call("on_validation_within_epoch", steps - 1, values)
-        self.model.stop_training = self._any_stops()
-        return self.model.stop_training
+        return self.stopping.agreed()
 
     def _validate(self, callbacks: CallbackList, epoch: int) -> Values:
         """Evaluate the validation data; return the values by their names in an epoch's logs."""

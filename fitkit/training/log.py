@@ -249,7 +249,8 @@ class Logged:
             )
         if metric is not None:
             entry.metric = metric
-            entry.latest = getattr(metric, "_forward_cache", None)  # the batch's, if it was called
+            latest = getattr(metric, "_forward_cache", None)  # the batch's, if it was called
+            entry.latest = latest.detach() if isinstance(latest, torch.Tensor) else latest
             return
         entry.latest = value
         if options.on_epoch:

@@ -14,6 +14,7 @@ import xxhash
 from fitkit.arguments import dtype_name
 from fitkit.buffers import Place
 from fitkit.checkpoint.arrays import STORED_AS
+from fitkit.checkpoint.uncompiled import plain_name
 from fitkit.errors import CheckpointError
 from fitkit.module import Module
 from fitkit.optimizer_copies import numbers_of, put_numbers, with_inner

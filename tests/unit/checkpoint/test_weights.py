@@ -227,6 +227,20 @@ def test_strict_false_loads_what_both_have(path):
     assert module.same.tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("tolerates", [{"strict": False}, {"skip_mismatch": True}])
+@pytest.mark.parametrize("stored", [{}, {"b": torch.ones(2)}, {"a": torch.ones(3)}])
+def test_a_load_that_would_load_nothing_is_refused(path, stored, tolerates):
+    save_weights(path, stored)
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(path, Named(a=torch.zeros(2)), **tolerates)
+    assert "strict=False" not in str(caught.value)  # which would load nothing, too
+    both = {**stored, "more": torch.ones(1)}
+    save_weights(path, both)
+    module = Named(a=torch.zeros(2), more=torch.zeros(1))
+    load_weights(path, module, strict=False, skip_mismatch=True)
+    assert module.more.tolist() == [1]
+
+
 def test_strict_false_still_refuses_another_shape(path):
     save_weights(path, {"a": torch.ones(2)})
     with pytest.raises(CheckpointError, match=r"a: the file has float32 \(2,\)"):

@@ -1,6 +1,7 @@
 """Networks of Keras train as Keras's own `fit` trains them: the same losses, weights and state."""
 
 import copy
+import functools
 import os
 import pickle
 import subprocess
@@ -546,11 +547,33 @@ def test_a_torch_module_inside_keeps_its_statistics_in_files(tmp_path):
     one, other = compiled(made("torch module")), compiled(made("torch module"))
     one.fit(X + 1, Y, verbose=0)
     one.save_weights(tmp_path / "weights.h5")
-    other.predict(X[:2], verbose=0)  # Keras builds what follows a torch module by a batch
+    with pytest.raises(fitkit.ConfigurationError, match="before its first batch"):
+        other.load_weights(tmp_path / "weights.h5")
+    other.predict_on_batch(X[:1])  # Keras builds what follows a torch module by a batch
     other.load_weights(tmp_path / "weights.h5")
     means = [model.net.layers[0].module.running_mean for model in (one, other)]
     assert means[0].abs().min() > 0
     assert torch.equal(*means)
+
+
+def test_a_net_without_weights_is_built_by_a_resume_and_asks_for_a_batch_before_a_load(tmp_path):
+    path, plain = tmp_path / "a.h5", tmp_path / "a.safetensors"
+    whole = compiled(made("subclass"))
+    whole.fit(X, Y, verbose=0)
+    whole.save(path)
+    whole.save_weights(plain)
+    for load in (
+        lambda model: model.load(path),
+        lambda model: model.load_weights(plain),
+        lambda model: model.load_weights(plain, strict=False),
+        lambda model: fitkit.load_model(path, made("subclass")),
+    ):
+        model = compiled(made("subclass"))
+        with pytest.raises(fitkit.ConfigurationError, match=r"predict_on_batch\(x\[:1\]\)"):
+            load(model)
+    model.predict_on_batch(X[:1])
+    model.load_weights(plain)
+    assert max(differences(whole.net, model.net)) == 0
 
 
 def test_names_that_the_user_gave_stay():
@@ -577,8 +600,6 @@ def test_a_training_that_is_cut_goes_on_with_the_same_numbers(name, tmp_path):
     fitkit.set_seed(3)
     expected = whole.fit(X, Y, callbacks=SaveAt(tmp_path / "a.h5", 6), **settings).history
     resumed = compiled(made(name))
-    if name == "subclass":  # a file fits what has weights
-        resumed.predict(X[:2], verbose=0)
     found = resumed.fit(X, Y, resume_from=tmp_path / "a.h5", **settings).history
     assert found == expected
     assert max(differences(whole.net, resumed.net)) == 0
@@ -665,6 +686,110 @@ def test_an_unsymmetric_loss_gets_target_and_prediction_in_keras_s_order():
     )
     assert max(differences(theirs, ours)) < 1e-5
     assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+
+
+def quadratic(y_true, y_pred):
+    return ops.mean(ops.square(y_true - 2 * y_pred), -1)
+
+
+def over(y_true, y_pred):
+    return ops.maximum(y_pred - y_true, 0)
+
+
+class Over:
+    def __call__(self, y_true, y_pred):
+        return over(y_true, y_pred)
+
+
+CLASSES = np.arange(ROWS) % 3
+SIGNS = (CLASSES[:, None] % 2).astype("float32")
+OUTPUTS = {
+    "yes or no": (1, "sigmoid", "binary_crossentropy", SIGNS),
+    "yes or no, flat": (1, "sigmoid", "binary_crossentropy", SIGNS[:, 0]),
+    "labels": (3, "softmax", "sparse_categorical_crossentropy", CLASSES),
+    "labels in a column": (3, "softmax", "sparse_categorical_crossentropy", CLASSES[:, None]),
+    "one-hot": (3, "softmax", "categorical_crossentropy", np.eye(3, dtype="float32")[CLASSES]),
+    "several yes or no": (3, "sigmoid", "binary_crossentropy", (numbers(ROWS, 3) > 0) * 1.0),
+    "a function": (1, None, quadratic, SIGNS),
+    "a lambda": (1, None, lambda true, other: ops.square(true - 3 * other), SIGNS),
+    "an object": (1, "tanh", Over(), SIGNS),
+    "a partial": (1, None, functools.partial(over), SIGNS),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_functions_get_the_target_first_and_accuracy_is_keras_s(name):
+    units, activation, loss, y = OUTPUTS[name]
+    weights, found = [], []
+    for by_keras in (True, False):
+        keras.utils.set_random_seed(7)
+        net = keras.Sequential([keras.Input((8,)), kl.Dense(units, activation=activation)])
+        model = net if by_keras else fitkit.Model(net)
+        own = [] if units > 1 or y.ndim < 2 else [quadratic, Over()]
+        model.compile(keras.optimizers.SGD(0.01), loss, metrics=["accuracy", *own])
+        options = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0}
+        history = model.fit(X, y, validation_data=(X[:48], y[:48]), **options).history
+        found.append(history)
+        weights.append(net)
+    assert max(differences(*weights)) < 1e-5
+    assert found[0].keys() == found[1].keys()
+    for log, values in found[0].items():
+        assert found[1][log] == pytest.approx(values, abs=1e-5), log
+
+
+def test_a_function_with_the_prediction_first_is_refused_by_a_keras_net():
+    model = fitkit.Model(made("dense"))
+    for arguments in ({"loss": lambda prediction, target: 0}, {"metrics": lambda pred, y: 0}):
+        with pytest.raises(fitkit.ConfigurationError) as caught:
+            model.compile(**arguments)
+        assert caught.value.code == "FK016"
+
+
+def test_torch_s_losses_and_metrics_keep_their_order_and_their_logits():
+    model = fitkit.Model(sequential(kl.Dense(1)))
+    model.compile("sgd", torch.nn.functional.binary_cross_entropy_with_logits, metrics="accuracy")
+    logits = model.predict(X, verbose=0)
+    found = model.evaluate(X, SIGNS, verbose=0, return_dict=True)
+    assert found["accuracy"] == pytest.approx(((logits > 0) == SIGNS).mean())
+    exact = torch.nn.BCEWithLogitsLoss()(torch.tensor(logits), torch.tensor(SIGNS))
+    assert found["loss"] == pytest.approx(exact.item(), abs=1e-6)
+
+
+def test_a_net_of_keras_names_is_loaded_with_its_accuracy(tmp_path):
+    model = compiled(made("dense"))
+    model.compile(metrics=["accuracy"])
+    model.save(tmp_path / "a.h5")
+    again = fitkit.load_model(tmp_path / "a.h5", made("dense"))
+    assert again.evaluate(X, Y, verbose=0) == model.evaluate(X, Y, verbose=0)
+
+
+class Autoencoder(keras.Model):
+    """A network whose only losses are those that it adds itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = kl.Dense(3, kernel_regularizer="l2"), kl.Dense(8)
+
+    def call(self, inputs):
+        outputs = self.out(self.into(inputs))
+        self.add_loss(ops.mean(ops.square(outputs - inputs)))
+        return outputs
+
+
+def test_what_a_net_adds_is_its_loss_where_it_is_given_none():
+    histories, nets = [], []
+    for trains, settings in ((keras.Model, {}), (fitkit.Model, {}), (fitkit.Model, PROCESSES)):
+        keras.utils.set_random_seed(7)
+        nets.append(Autoencoder())
+        model = nets[-1] if trains is keras.Model else fitkit.Model(nets[-1])
+        model.compile(keras.optimizers.SGD(0.1), **settings)
+        size = 8 if settings else 16
+        options = {"batch_size": size, "epochs": 2, "shuffle": False, "verbose": 0}
+        histories.append(model.fit(X, validation_data=(X[:32], None), **options).history)
+    for net, history in zip(nets[1:], histories[1:], strict=True):
+        assert max(differences(nets[0], net)) < 1e-5
+        for name, values in histories[0].items():
+            assert history[name] == pytest.approx(values, abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A model's own steps, against loops written by hand."""
 
+import copy
 import dataclasses
 from functools import partial
 
@@ -135,6 +136,28 @@ def test_a_torchmetrics_object_counts_an_epoch_and_begins_anew():
     assert history["val_f1"][-1] == pytest.approx(judge(model(X), Y).item())
     assert model.evaluate(X, Y, verbose=0) == pytest.approx(history["val_f1"][-1])
     assert not model.f1.update_called
+
+
+def test_a_torchmetrics_object_may_give_the_loss():
+    class Own(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.mse = torchmetrics.MeanSquaredError()
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            loss = self.mse(self(x).flatten(), F.one_hot(y, 3).float().flatten())
+            self.log("mse", self.mse, on_step=True, on_epoch=True)
+            return loss
+
+    model = Own()
+    model.fit(X, Y, **QUIET)
+    again = copy.deepcopy(model)  # with the graph of the last batch's loss
+    for one in (model, again):
+        torch.manual_seed(1)
+        history = one.fit(X, Y, **QUIET).history
+        assert history["mse_epoch"] == pytest.approx(history["loss"])
+    assert_same_weights(model, again)
 
 
 def test_validation_and_test_steps_and_their_ends():

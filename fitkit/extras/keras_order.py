@@ -1,0 +1,101 @@
+"""What `compile` was given for a Keras network, as Keras means it: functions of `(y_true, y_pred)`,
+and the accuracy that fits an output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from fitkit.extras import keras_backend  # noqa: F401
+
+# isort: split
+import keras
+import torch
+from keras.src.losses.losses import LossFunctionWrapper
+from keras.src.trainers.compile_utils import is_binary_or_sparse_categorical
+
+from fitkit import trees
+from fitkit.arguments import callable_name, check_takes_pair
+from fitkit.extras.keras_objects import loss_like
+from fitkit.seams import METRICS, Mean, MetricSpec, Named, as_given
+
+TORCHS = ("fitkit", "torch", "torchmetrics")
+"""Packages whose functions take the prediction first, wherever they are given."""
+
+ACCURACIES = ("accuracy", "acc")
+"""The names for which Keras looks at the output and the targets."""
+
+
+def meant(argument: str, value: Any) -> Any:
+    """Return losses or metrics of a Keras network as fitkit calls them.
+
+    Raises:
+        ConfigurationError: a function takes other arguments, or the prediction first.
+    """
+    return trees.map_leaves(_of_loss if argument == "loss" else _of_metric, value)
+
+
+def _of_loss(loss: Any) -> Any:
+    if not _takes_target_first(loss, "loss"):
+        return loss
+    return loss_like(LossFunctionWrapper(loss, name=callable_name(loss)))
+
+
+def _of_metric(metric: Any) -> Any:
+    if isinstance(metric, str) and metric.strip().lower() in ACCURACIES:
+        return MetricSpec(metric.strip(), Named(_accuracy, weightable=True), weighted=False)
+    return _target_first(metric) if _takes_target_first(metric, "metric") else metric
+
+
+def _takes_target_first(value: Any, kind: str) -> bool:
+    """Whether something is a function that Keras would call.
+
+    Raises:
+        ConfigurationError: it can't be called so.
+    """
+    if not callable(value) or isinstance(value, (type, torch.nn.Module)):
+        return False
+    function = value
+    while isinstance(function, partial):
+        function = function.func
+    home = getattr(function, "__module__", None) or type(function).__module__
+    if home.partition(".")[0] in TORCHS:
+        return False
+    check_takes_pair(value, f"The {kind} {callable_name(value)}", kind, target_first=True)
+    return True
+
+
+def _target_first(function: Callable[..., Any]) -> Callable[[Any, Any], torch.Tensor]:
+    def values(prediction: Any, target: Any) -> torch.Tensor:
+        with keras.device(str(prediction.device)):
+            found: torch.Tensor = keras.ops.cast(
+                function(target, prediction), keras.config.floatx()
+            )
+        return found
+
+    values.__name__ = callable_name(function)
+    return values
+
+
+def _accuracy(first: Any) -> Any:
+    if first.hint.takes == "logits":  # only torch's losses say so, and 0.5 would be no boundary
+        named: Any = METRICS["accuracy"]
+        return named.build(first)
+    return Mean(as_given, right)
+
+
+def right(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return which entries of a prediction are right, by the accuracy that Keras would choose.
+
+    Shapes: an output (N, ..., 1) is compared with 0.5, entry by entry. Of one (N, ..., classes),
+    the highest is compared with a class number, or with the highest of targets of its shape.
+    """
+    is_binary, is_sparse = is_binary_or_sparse_categorical(target, prediction)
+    if is_binary:
+        if target.shape != prediction.shape and target.numel() == prediction.numel():
+            target = target.reshape(prediction.shape)
+        return (prediction > 0.5) == target
+    if is_sparse and target.ndim == prediction.ndim:
+        target = target.squeeze(-1)
+    return prediction.argmax(-1) == (target if is_sparse else target.argmax(-1))
