@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -1149,7 +1150,7 @@ class Model(Module):
             >>> model.save_weights("weights.pt")
             >>> missing = fitkit.Model(torch.nn.Linear(4, 1)).load_weights("weights.pt")
         """
-        from fitkit.checkpoint import load_weights
+        from fitkit.checkpoint import fitting_weights, open_weights
 
         precision = self._fitkit.compilation.strategy.precision
         widths = [p.dtype.itemsize for p in self.parameters() if p.is_floating_point()]
@@ -1157,8 +1158,17 @@ class Model(Module):
             if widths and precision.input_dtype(self).itemsize > max(widths):
                 # First, or the file's weights would lose digits in a narrower module.
                 precision.convert(self)
-            module = self._weights_module()
-            return load_weights(path, module, strict=strict, skip_mismatch=skip_mismatch)
+            check_flag("strict", strict)
+            check_flag("skip_mismatch", skip_mismatch)
+            with open_weights(path) as source:
+                found = self._loaded(source, source.beside)
+                return fitting_weights(
+                    found,
+                    os.fspath(path),
+                    self._weights_module(),
+                    strict=strict and self._loads_strictly,
+                    skip_mismatch=skip_mismatch,
+                ).assign()
 
 
 def load_model(path: FilePath, net: nn.Module = None) -> Model:  # type: ignore[assignment]

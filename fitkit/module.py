@@ -6,7 +6,7 @@ import functools
 import inspect
 import io
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from fitkit import trees
 from fitkit.accelerators import widest_dtype
 from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
+from fitkit.checkpoint.formats import OpenWeights
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.fit_state import Run
 from fitkit.foreign_names import instead
@@ -27,6 +28,7 @@ from fitkit.optimizers import held_by
 from fitkit.printing import say
 from fitkit.record import LogOptions as LogOptions
 from fitkit.record import Record
+from fitkit.typing import PlainData
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 """How a name's values become one."""
@@ -524,6 +526,23 @@ class Module(nn.Module):
 
     def _fit_begins(self, run: Run) -> None:
         """Get ready for a `fit` on this rank: its data are known, its optimizers aren't made."""
+
+    def _saved(self, weights: PlainData) -> tuple[PlainData, PlainData]:
+        """Return the weights that a checkpoint gets, and what a module's own hooks add to it."""
+        return weights, {}
+
+    def _loaded(self, weights: OpenWeights, beside: Callable[[], PlainData]) -> OpenWeights:
+        """Return a checkpoint's weights as they are to be loaded, after a module's own hooks.
+
+        Args:
+            beside: returns all else in the file.
+        """
+        return weights
+
+    @property
+    def _loads_strictly(self) -> bool:
+        """Whether a name that only a checkpoint or only the module has is an error."""
+        return True
 
     def _made_optimizers(self) -> list[Optimizer]:
         """Return the optimizers over the parameters. They are made when they are first needed."""

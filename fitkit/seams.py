@@ -75,6 +75,7 @@ from fitkit.checkpoint.container import (
 from fitkit.checkpoint.formats import (
     FORMATS,
     SUFFIXES,
+    InMemory,
     OpenWeights,
     StoredFile,
     WeightFormat,
@@ -264,6 +265,7 @@ __all__ = [
     "FunctionTransform",
     "Guest",
     "HeldInterrupts",
+    "InMemory",
     "JSONLinesFile",
     "Labels",
     "LoaderSource",

@@ -10,6 +10,7 @@ from fitkit.checkpoint.checkpoint_file import (
 )
 from fitkit.checkpoint.container import Reader, read_container, write_container
 from fitkit.checkpoint.folders import is_there, link_checkpoint, remove_checkpoint
+from fitkit.checkpoint.formats import open_weights
 from fitkit.checkpoint.frozen import without_frozen
 from fitkit.checkpoint.optimizer_state import check_fused_state, check_optimizer_state
 from fitkit.checkpoint.sharded_folder import is_folder_name, save_folder
@@ -35,6 +36,7 @@ __all__ = [
     "link_checkpoint",
     "load_weights",
     "open_checkpoint",
+    "open_weights",
     "plain_name",
     "read_container",
     "remove_abandoned",

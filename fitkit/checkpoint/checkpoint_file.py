@@ -22,8 +22,8 @@ from typing import Any
 
 from fitkit.arguments import describe
 from fitkit.checkpoint.arrays import Numbering
-from fitkit.checkpoint.codec import decode_state, encode_state
-from fitkit.checkpoint.container import read_container, refusals, write_container
+from fitkit.checkpoint.codec import encode_state
+from fitkit.checkpoint.container import read_container, write_container
 from fitkit.checkpoint.formats import (
     FORMATS,
     SUFFIXES,
@@ -32,6 +32,7 @@ from fitkit.checkpoint.formats import (
     encode_extra,
     encode_weights,
     software,
+    state_in,
     weights_in,
 )
 from fitkit.checkpoint.sharded_folder import SUFFIX as FOLDER
@@ -136,12 +137,7 @@ def checkpoint_in(name: str, stored: StoredFile) -> Checkpoint:
         raise CheckpointError(
             f"{name} holds {str(kind)[:40]!r}, not {_CHECKPOINT!r}. Give the path of another file."
         )
-    with refusals(name):
-        state = decode_state(
-            stored.document.get("state"), lambda number: stored.read(stored.place_of(number))
-        )
-        if type(state) is not dict:
-            raise ValueError("its state isn't a dict")
+    state = state_in(name, stored)
     found = stored.document.get("software")
     items = found.items() if isinstance(found, dict) else ()
     software = {key: value for key, value in items if isinstance(value, str)}

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import PurePath
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -186,6 +187,22 @@ class TensorReader(Protocol):
         """Copy what is at a place into a tensor of its shape and dtype."""
 
 
+class InMemory:
+    """Tensors that were read already, by their names."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return the tensor of that name, on the CPU."""
+        return self._tensors[name]
+
+    def read_into(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy the tensor of that name into one of its shape and dtype."""
+        with torch.no_grad():
+            tensor.copy_(self._tensors[name])
+
+
 @dataclass
 class OpenWeights:
     """The weights in an open file of any format.
@@ -200,6 +217,8 @@ class OpenWeights:
         frozen: the parameters that are left out on purpose.
         foreign: whether other programs write such files too.
         facts: what the file says of itself beside the weights, for people.
+        beside: returns all else in the file, for a model's own hooks; nothing of a file that has
+            weights alone.
     """
 
     path: str
@@ -211,6 +230,7 @@ class OpenWeights:
     frozen: Frozen = NOTHING_FROZEN
     foreign: bool = False
     facts: dict[str, object] = field(default_factory=dict)
+    beside: Callable[[], dict[str, Any]] = dict
 
     def __post_init__(self) -> None:
         self._used: WeakValueDictionary[Any, torch.Tensor] = WeakValueDictionary()
@@ -238,6 +258,17 @@ class OpenWeights:
         extra = {name: self.extra[name] for name in names if name in self.extra}
         tensors = {name: self.read(name) for name in names if name not in extra}
         return Weights(tensors, extra, self.versions, self.frozen)
+
+    def replaced(self, state: Mapping[str, Any]) -> OpenWeights:
+        """Return weights with these entries in place of the file's, which are in memory."""
+        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        return replace(
+            self,
+            reader=InMemory(tensors),
+            places={name: name for name in tensors},
+            described={name: (tuple(t.shape), t.dtype) for name, t in tensors.items()},
+            extra={name: value for name, value in state.items() if name not in tensors},
+        )
 
     def without_prefix(self, prefix: str) -> OpenWeights:
         """Return the same weights under names without what all of them begin with."""
@@ -421,7 +452,25 @@ def weights_in(path: str, arrays: StoredFile) -> OpenWeights:
             raise ValueError("one name stands for a tensor and for other data")
         extra = decode_extra(encoded, lambda number: arrays.read(arrays.place_of(number)))
     described = {name: arrays.describe(place) for name, place in places.items()}
-    return OpenWeights(path, arrays, places, described, extra, versions, frozen)
+    found = OpenWeights(path, arrays, places, described, extra, versions, frozen)
+    if "state" in arrays.document:
+        found.beside = partial(state_in, path, arrays)
+    return found
+
+
+def state_in(path: str, arrays: StoredFile) -> dict[str, Any]:
+    """Return what a checkpoint has beside its weights.
+
+    Raises:
+        CheckpointError: it isn't as fitkit writes it.
+    """
+    with refusals(path):
+        state = decode_state(
+            arrays.document.get("state"), lambda number: arrays.read(arrays.place_of(number))
+        )
+        if type(state) is not dict:
+            raise ValueError("its state isn't a dict")
+    return state
 
 
 def _mapping(part: dict[str, Any], key: str) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from fitkit.checkpoint.formats import (
     open_weights,
 )
 from fitkit.checkpoint.frozen import noted
+from fitkit.checkpoint.own_loading import Rehearsal, own_parts, rehearsed
 from fitkit.checkpoint.uncompiled import plain_name, uncompiled
 from fitkit.distributed.meta_tensors import fill_meta
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError, warn
@@ -63,6 +64,7 @@ class Matching:
         missing: what only the module has.
         unexpected: what only the file has.
         lost: what is missing, and wasn't left out on purpose.
+        is_open: whether only the loading itself tells what the module's own code makes of it.
     """
 
     fitting: tuple[str, ...]
@@ -70,6 +72,7 @@ class Matching:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     lost: tuple[str, ...]
+    is_open: bool = False
 
     def check(
         self, path: str, module: torch.nn.Module, *, strict: bool, skip_mismatch: bool
@@ -129,6 +132,50 @@ def compare(source: OpenWeights, expected: Mapping[str, Any]) -> Matching:
         missing=missing,
         unexpected=tuple(name for name in (*found, *source.extra) if name not in expected),
         lost=tuple(name for name in missing if name not in source.frozen.dtypes),
+    )
+
+
+def as_loaded(
+    comparison: Matching, source: OpenWeights, module: nn.Module, *, skip_mismatch: bool
+) -> Matching:
+    """Return a comparison in which a module's own loading code has its say, as in torch.
+
+    It is asked only about what wouldn't fit otherwise, and where the file has something for it.
+    """
+    problems = {*comparison.mismatched, *comparison.lost, *comparison.unexpected}
+    if not problems:
+        return comparison
+    names = (*source.describe(), *source.extra)
+    parts = tuple(part for part in own_parts(module) if any(n.startswith(part) for n in names))
+    if not any(name.startswith(parts) for name in problems):
+        return comparison
+
+    def elsewhere(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(name for name in names if not name.startswith(parts))
+
+    own = [name for name in names if name.startswith(parts)]
+    found = rehearsed(module, source.content(own).state_dict())
+    plain = {n: why for n, why in comparison.mismatched.items() if not n.startswith(parts)}
+    refused: dict[str, str] = {}
+    if found is not None and found.errors:
+        shapes = comparison.mismatched.items()
+        refused = {n: why for n, why in shapes if any(f" {n}:" in one for one in found.errors)}
+        if not refused:
+            return comparison
+        if not skip_mismatch:
+            return replace(comparison, mismatched={**plain, **refused})
+        own = [name for name in own if name not in refused]
+        found = rehearsed(module, source.content(own).state_dict())
+    asked = Rehearsal() if found is None else found
+    missing = [n for n in asked.missing if n.startswith(parts) and n not in refused]
+    unexpected = [n for n in asked.unexpected if n.startswith(parts)]
+    return Matching(
+        fitting=(*elsewhere(comparison.fitting), *(n for n in own if n not in unexpected)),
+        mismatched={**plain, **refused},
+        missing=(*elsewhere(comparison.missing), *missing),
+        unexpected=(*elsewhere(comparison.unexpected), *unexpected),
+        lost=(*elsewhere(comparison.lost), *(n for n in missing if n not in source.frozen.dtypes)),
+        is_open=found is None or bool(found.errors),
     )
 
 
@@ -323,6 +370,7 @@ class FittingWeights:
     _source: OpenWeights
     _held: OrderedDict[str, Any]
     _waiting: Mapping[str, torch.dtype]  # what is still in the file
+    _decides: bool  # whether the loading itself says what is missing
 
     def assign(self) -> LoadedWeights:
         """Give the module its weights, while the file is still open.
@@ -349,7 +397,7 @@ class FittingWeights:
             _fill(self._source, filled, self._waiting)
             # A tensor that is copied into itself stays as it is.
             state.update(filled)
-        _assign(self._path, module, state)
+        _assign(self._path, module, state, decides=self._decides)
 
 
 def fitting_weights(
@@ -375,13 +423,13 @@ def fitting_weights(
         ConfigurationError: the module has parameters without values.
     """
     _check_module(module)
-    with uncompiled(module) as plain:
-        expected = _expected(plain)
-        targets = plain_targets(plain)
     source = _without_compilers(source)
-    if source.foreign:
-        source = without_wrapper(source, expected, path)
-    comparison = compare(source, expected)
+    with uncompiled(module) as plain:
+        expected, targets = _expected(plain), plain_targets(plain)
+        if source.foreign:
+            source = without_wrapper(source, expected, path)
+        comparison = compare(source, expected)
+        comparison = as_loaded(comparison, source, plain, skip_mismatch=skip_mismatch)
     comparison.check(path, module, strict=strict, skip_mismatch=skip_mismatch)
     frozen = source.frozen
     if frozen.dtypes and (reason := frozen.differs(expected)):
@@ -397,7 +445,8 @@ def fitting_weights(
     if comparison.mismatched:
         warn(f"{path}: the module keeps its own values{comparison.list_mismatched('for')}")
     outcome = LoadedWeights(comparison.missing, comparison.unexpected, tuple(comparison.mismatched))
-    return FittingWeights(outcome, path, module, source, held, waiting)
+    decides = strict and comparison.is_open and not (frozen.dtypes or comparison.mismatched)
+    return FittingWeights(outcome, path, module, source, held, waiting, decides)
 
 
 def _check_module(module: object) -> None:
@@ -470,10 +519,12 @@ def _fill(
         ) from error
 
 
-def _assign(path: str, module: torch.nn.Module, state: OrderedDict[str, Any]) -> None:
+def _assign(
+    path: str, module: torch.nn.Module, state: OrderedDict[str, Any], *, decides: bool
+) -> None:
     try:
         # Names and shapes are checked; what is left to fail is the module's own code.
-        module.load_state_dict(state, strict=False)
+        module.load_state_dict(state, strict=decides)
     except Exception as error:
         raise CheckpointError(
             f"{path} fits {type(module).__name__} by names and shapes, but the module's own "

@@ -30,12 +30,13 @@ from fitkit.extras.lightning_data import (
     training_data,
     validation_data,
 )
+from fitkit.extras.lightning_files import loaded_by_hook, saved_by_hook
 from fitkit.extras.lightning_hooks import PACKAGES, Hooks, defines
 from fitkit.extras.lightning_services import attach
 from fitkit.extras.lightning_trainer import Trainer
 from fitkit.extras.lightning_updates import HookedScheduler, Idle
 from fitkit.extras.lightning_watcher import RatesByEpoch, hooks_updates, watcher_for
-from fitkit.seams import NetAlone, OpenedData, loss_in
+from fitkit.seams import NetAlone, OpenedData, OpenWeights, loss_in
 
 STEPS = ("training", "validation", "test", "predict")
 
@@ -372,6 +373,20 @@ class LightningModel(ServedModel):
                 for plan in state.schedulers
             ]
         return made
+
+    # ------------------------------------------------------------------ files
+
+    def _saved(self, weights: Any) -> tuple[Any, dict[str, Any]]:
+        return saved_by_hook(self, weights)
+
+    def _loaded(self, weights: OpenWeights, beside: Any) -> OpenWeights:
+        return loaded_by_hook(self, weights, beside)
+
+    @property
+    def _loads_strictly(self) -> bool:
+        return bool(getattr(self.net, "strict_loading", True))
+
+    # ------------------------------------------------------------------ the begin of a fit
 
     def _fit_begins(self, run: Any) -> None:
         vars(self)["_run"] = weakref.ref(run)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fitkit.errors import ConfigurationError, warn_once
 from fitkit.extras.lightning_base import ServedModel
 from fitkit.extras.lightning_hooks import TRANSFERS
 from fitkit.extras.lightning_updates import AROUND_UPDATES, HookedUpdates
-from fitkit.seams import Callback, Logs, check_plain
+from fitkit.seams import Callback, Logs
 
 
 def hooks_updates(model: ServedModel) -> bool:
@@ -31,42 +30,6 @@ class Watcher(Callback):
 
     def __init__(self, stage: str) -> None:
         self.stage = stage
-
-    # ------------------------------------------------------------------ files
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what `on_save_checkpoint` adds to a checkpoint, if a file can hold all of it."""
-        hooks = self.model.hooks
-        if not hooks.has("on_save_checkpoint"):
-            return {}
-        checkpoint = self._checkpoint()
-        given = set(checkpoint)
-        hooks.call("on_save_checkpoint", checkpoint)
-        added = {name: value for name, value in checkpoint.items() if name not in given}
-        try:
-            check_plain(added, f"what {hooks.kind.__name__}.on_save_checkpoint adds")
-        except ConfigurationError as error:
-            warn_once(f"{error} Files leave all of it out, and on_load_checkpoint isn't called.")
-            return {"is_left_out": True}
-        return {"added": added}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Give `on_load_checkpoint` what was added."""
-        if not state.get("is_left_out"):
-            self.model.hooks.ask(
-                "on_load_checkpoint", {**self._checkpoint(), **state.get("added", {})}
-            )
-
-    def _checkpoint(self) -> dict[str, Any]:
-        """Return what hooks find in a checkpoint of Lightning's, as far as it is known here."""
-        model, module = self.model, self.model.net
-        return {
-            "epoch": model.current_epoch,
-            "global_step": model.global_step,
-            "state_dict": dict(module.state_dict()),
-            "hparams_name": getattr(module, "_hparams_name", None),
-            "hyper_parameters": dict(module.hparams),
-        }
 
     # ------------------------------------------------------------------ fit
 

@@ -13,6 +13,7 @@ import re
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, BinaryIO
 
 import torch
@@ -20,6 +21,7 @@ import torch
 from fitkit.errors import CheckpointError, ConfigurationError
 from fitkit.seams import (
     HeldInterrupts,
+    InMemory,
     OpenWeights,
     Weights,
     damaged,
@@ -83,6 +85,7 @@ class TorchFile:
                     raise damaged(name, "it was written to while it was read")
                 weights = _weights_in(name, content, state.size_bytes)
                 weights.facts.update(self.facts(content))
+                weights.beside = partial(self.beside, content)
             except CheckpointError:
                 raise
             except Exception as error:
@@ -92,6 +95,10 @@ class TorchFile:
 
     def facts(self, content: object) -> dict[str, object]:
         """Return what a file says of itself beside its weights."""
+        return {}
+
+    def beside(self, content: object) -> dict[str, Any]:
+        """Return all that a file has beside its weights."""
         return {}
 
 
@@ -113,6 +120,10 @@ class LightningFile(TorchFile):
         found = {name: entries[name] for name in _FACTS if name in entries}
         hparams = _entries(entries.get(_HPARAMS))
         return {**found, **{f"hparams.{name}": value for name, value in hparams.items()}}
+
+    def beside(self, content: object) -> dict[str, Any]:
+        """Return all that Lightning's hooks find in a file beside the weights."""
+        return {name: value for name, value in _entries(content).items() if name not in _NESTED}
 
 
 def _refusal(name: str, file: BinaryIO, error: Exception) -> str:
@@ -201,22 +212,6 @@ def _check_archive(name: str, file: BinaryIO) -> None:
         raise damaged(name, f"the checksum of its part {wrong!r} is wrong")
 
 
-class _InMemory:
-    """Tensors that were read already, by their names."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def read(self, name: str) -> torch.Tensor:
-        """Return the tensor of that name, on the CPU."""
-        return self._tensors[name]
-
-    def read_into(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy the tensor of that name into one of its shape and dtype."""
-        with torch.no_grad():
-            tensor.copy_(self._tensors[name])
-
-
 def _weights_in(path: str, content: object, file_bytes: int) -> OpenWeights:
     """Return the weights that a file had."""
     state, metadata = _state_dict(path, content)
@@ -234,7 +229,7 @@ def _weights_in(path: str, content: object, file_bytes: int) -> OpenWeights:
     described = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
     extra = {name: value for name, value in state.items() if name not in tensors}
     rest = extra, _versions(metadata), frozen
-    return OpenWeights(path, _InMemory(tensors), places, described, *rest, foreign=True)
+    return OpenWeights(path, InMemory(tensors), places, described, *rest, foreign=True)
 
 
 def _state_dict(path: str, content: object) -> tuple[dict[str, Any], object]:

@@ -118,9 +118,11 @@ def contents(
     }
     with model._fitkit.fit_state.evaluated() as train_weights:
         make = _state_dict_of(model, trainable_only)
-        found = collect(
+        weights, rest = collect(
             lambda: (make(), {**state, "training": training_state(model, train_weights)})
         )
+        weights, added = model._saved(weights)
+        found = weights, {**rest, "added": added} if added else rest
         # A schedule-free optimizer returns to its training weights.
         return found if train_weights is None else copied(found)
 
@@ -301,7 +303,11 @@ def load(
         if progress is not None:
             check_progress(progress, training, name)
         weights = files.fitting_weights(
-            found.weights, name, model._weights_module(), same_base=True
+            model._loaded(found.weights, lambda: found.state),
+            name,
+            model._weights_module(),
+            strict=model._loads_strictly,
+            same_base=True,
         )
         begun = None if progress is None else progress.warm_up
         targets = [] if begun is None else begun["targets"]

@@ -86,3 +86,147 @@ def test_a_file_that_needs_code_is_refused_and_nothing_changes(written):
 def test_the_class_method_says_what_to_write():
     with pytest.raises(AttributeError, match="A LightningModule's class has it"):
         fitkit.Model.load_from_checkpoint("last.ckpt")
+
+
+# ---------------------------------------------------------------------- checkpoint hooks
+
+
+class Growing(pl.LightningModule):
+    """Grows a layer an epoch. Its files say how many there are, and leave out what is frozen."""
+
+    strict_loading = False
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = torch.nn.Linear(3, 3).requires_grad_(False)
+        torch.nn.init.eye_(self.frozen.weight)
+        self.layers = torch.nn.ModuleList()
+        self.grow(1)
+
+    def grow(self, count):
+        while len(self.layers) < count:
+            self.layers.append(torch.nn.Linear(3, 3))
+
+    def setup(self, stage):
+        if stage == "fit":
+            self.grow(2)
+
+    def training_step(self, batch, batch_idx):
+        x = self.frozen(batch[0])
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return (x.sum(1, keepdim=True) - batch[1]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.layers.parameters(), lr=0.05)
+
+    def on_save_checkpoint(self, checkpoint):
+        state = checkpoint["state_dict"]
+        learned = {name: value for name, value in state.items() if "frozen" not in name}
+        checkpoint["state_dict"] = {f"old.{name}": value for name, value in learned.items()}
+        checkpoint["n"] = len(self.layers)
+
+    def on_load_checkpoint(self, checkpoint):
+        self.grow(checkpoint["n"])
+        state = checkpoint["state_dict"]
+        for name in [name for name in state if name.startswith("old.")]:
+            state[name.removeprefix("old.")] = state.pop(name)
+
+
+def rows():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(16, 3, generator=generator)
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x[:, :1]), batch_size=4)
+
+
+def trainer_of(**options):
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    return pl.Trainer(accelerator="cpu", devices=1, **{**quiet, **options})
+
+
+def model_of(module):
+    model = fitkit.Model(module)
+    model.compile(devices=1, accelerator="cpu")
+    return model
+
+
+def seeded():
+    torch.manual_seed(3)
+    return Growing()
+
+
+def by_resume(model, path):
+    model.fit(rows(), epochs=2, verbose=0, resume_from=path)
+
+
+DOORS = {
+    "resume_from": by_resume,
+    "load": lambda model, path: model.load(path),
+    "load_weights": lambda model, path: model.load_weights(path),
+}
+SAVERS = {
+    "save": lambda folder: None,
+    "ModelCheckpoint": lambda folder: fitkit.callbacks.ModelCheckpoint(
+        folder / "made.h5", monitor=None
+    ),
+    "RunFolder": lambda folder: fitkit.callbacks.RunFolder(folder / "run"),
+}
+
+
+@pytest.mark.parametrize("saver", SAVERS)
+@pytest.mark.parametrize("door", DOORS)
+def test_checkpoint_hooks_are_a_door_in_both_directions(door, saver, tmp_path):
+    first = seeded()
+    model = model_of(first)
+    model.fit(rows(), epochs=2, verbose=0, callbacks=SAVERS[saver](tmp_path))
+    if saver == "save":
+        model.save(tmp_path / "made.h5")
+    (path,) = sorted(tmp_path.rglob("resume.h5")) or [tmp_path / "made.h5"]
+    with fitkit.checkpoint.open_checkpoint(path) as file:
+        assert not [name for name in file.weights.describe() if "frozen" in name]
+    again = Growing()  # with one layer, and other numbers
+    DOORS[door](model_of(again), path)
+    assert len(again.layers) == 2
+    for mine, theirs in zip(again.layers.parameters(), first.layers.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_resume_that_builds_layers_goes_on_as_the_trainers(tmp_path):
+    theirs = seeded()
+    trainer_of(max_epochs=2, enable_checkpointing=False).fit(theirs, rows())
+    trainer = trainer_of(max_epochs=2, enable_checkpointing=False)
+    trainer.fit(seeded(), rows())
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    resumed = Growing()
+    longer = trainer_of(max_epochs=4, enable_checkpointing=False)
+    longer.fit(resumed, rows(), ckpt_path=tmp_path / "two.ckpt")
+
+    model = model_of(seeded())
+    model.fit(rows(), epochs=2, verbose=0)
+    model.save(tmp_path / "two.h5")
+    again = Growing()
+    model_of(again).fit(rows(), epochs=4, verbose=0, resume_from=tmp_path / "two.h5")
+    for mine, expected in zip(again.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(mine, expected)
+
+    loaded = Growing()
+    model_of(loaded).load_weights(tmp_path / "two.ckpt")
+    rebuilt = Growing.load_from_checkpoint(tmp_path / "two.ckpt", weights_only=True)
+    pairs = zip(loaded.layers.parameters(), rebuilt.layers.parameters(), strict=True)
+    assert all(torch.equal(mine, expected) for mine, expected in pairs)
+
+
+class Asking(Growing):
+    asked = "optimizer_states"
+
+    def on_load_checkpoint(self, checkpoint):
+        checkpoint[self.asked]
+
+
+@pytest.mark.parametrize("name", ["optimizer_states", "m"])
+def test_what_a_checkpoint_doesnt_have_is_said_in_a_sentence(name, tmp_path):
+    model_of(seeded()).save(tmp_path / "made.h5")
+    module = Asking()
+    module.asked = name
+    with pytest.raises(fitkit.errors.CheckpointError, match=rf"no '{name}'.*It has 'epoch'"):
+        model_of(module).load(tmp_path / "made.h5")

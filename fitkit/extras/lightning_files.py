@@ -1,0 +1,136 @@
+"""The hooks of a `LightningModule` at checkpoints: what they see, and what they change."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from fitkit.errors import CheckpointError, ConfigurationError, warn_once
+from fitkit.extras.lightning_base import ServedModel
+from fitkit.seams import OpenWeights, check_plain
+
+ELSEWHERE = ("optimizer_states", "lr_schedulers", "callbacks", "loops")
+"""What Lightning's checkpoints have, and fitkit's keep in a form of their own."""
+
+LEFT_OUT = "is_left_out"
+
+
+class HookCheckpoint(dict[str, Any]):
+    """A checkpoint as hooks see it: a dict that says in a sentence what it doesn't have."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        known = ", ".join(map(repr, self))
+        why = (
+            "fitkit keeps it in a form of its own"
+            if name in ELSEWHERE
+            else "on_save_checkpoint hasn't added it to this file"
+        )
+        raise KeyError(f"The checkpoint has no {name!r}: {why}. It has {known}.")
+
+    def __delitem__(self, name: str) -> None:
+        self[name]  # says what is missing
+        super().__delitem__(name)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        return super().pop(name, *default) if default or name in self else self[name]
+
+    def checked_state(self, hook: str, given: set[str]) -> dict[str, Any]:
+        """Return the weights that a hook leaves in a checkpoint.
+
+        Args:
+            given: the names that the hook got.
+
+        Raises:
+            ConfigurationError: they are no state dict, or the hook set what fitkit doesn't read.
+        """
+        for name in ELSEWHERE:
+            if name in self and name not in given:
+                raise ConfigurationError(
+                    f"{hook} set checkpoint[{name!r}], which fitkit keeps in a form of its own. "
+                    "Leave that out.",
+                    code="FK083",
+                )
+        state = self["state_dict"]
+        if not isinstance(state, Mapping):
+            raise ConfigurationError(
+                f"{hook} set checkpoint['state_dict'] to a {type(state).__name__}. Set a dict of "
+                "tensors by their names.",
+                code="FK083",
+            )
+        return dict(state)
+
+
+def saved_by_hook(model: ServedModel, weights: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the weights that `on_save_checkpoint` leaves for a checkpoint, and what it adds.
+
+    Args:
+        weights: the module's.
+    """
+    hooks = model.hooks
+    if not hooks.has("on_save_checkpoint"):
+        return weights, {}
+    hook = f"{hooks.kind.__name__}.on_save_checkpoint"
+    state = weights.copy()
+    checkpoint = HookCheckpoint(
+        _known(model, state, epoch=model.current_epoch, global_step=model.global_step)
+    )
+    given = set(checkpoint)
+    hooks.call("on_save_checkpoint", checkpoint)
+    kept: OrderedDict[str, Any] = OrderedDict(checkpoint.checked_state(hook, given))
+    kept._metadata = getattr(weights, "_metadata", {})  # type: ignore[attr-defined]
+    added = {name: value for name, value in checkpoint.items() if name not in given}
+    try:
+        check_plain(added, f"what {hook} adds")
+    except ConfigurationError as error:
+        warn_once(f"{error} Files leave all of it out, and on_load_checkpoint isn't called.")
+        added = {LEFT_OUT: True}
+    return kept, added
+
+
+def loaded_by_hook(model: ServedModel, weights: OpenWeights, beside: Any) -> OpenWeights:
+    """Return the weights that `on_load_checkpoint` leaves of an open checkpoint.
+
+    A file of weights alone has nothing for the hook, which isn't called.
+
+    Args:
+        beside: returns all else in the file.
+    """
+    hooks = model.hooks
+    rest = beside() if hooks.has("on_load_checkpoint") else {}
+    if not rest or LEFT_OUT in rest.get("added", ()):
+        return weights
+    hook = f"{hooks.kind.__name__}.on_load_checkpoint"
+    content = weights.content([*weights.describe(), *weights.extra]).state_dict()
+    before = dict(content)
+    if "training" in rest:  # fitkit's
+        progress = rest.get("progress") or {}
+        epoch, updates = progress.get("epoch", 0), rest["training"].get("updates", 0)
+        rest = {
+            **_known(model, content, epoch=epoch, global_step=updates),
+            **rest.get("added", {}),
+        }
+    checkpoint = HookCheckpoint({**rest, "state_dict": content})
+    given, parameters = set(checkpoint), [id(one) for one in model.parameters()]
+    try:
+        hooks.call("on_load_checkpoint", checkpoint)
+    except KeyError as error:
+        name = error.args[0] if error.args else error
+        raise CheckpointError(f"{weights.path} can't be loaded: {hook} failed ({name}).") from error
+    kept = checkpoint.checked_state(hook, given)
+    if [id(one) for one in model.parameters()] != parameters:
+        model._fitkit.fit_state.drop_optimizers()  # they hold what the hook has replaced
+    is_same = kept.keys() == before.keys() and all(kept[name] is before[name] for name in kept)
+    return weights if is_same else weights.replaced(kept)
+
+
+def _known(model: ServedModel, state: Any, *, epoch: int, global_step: int) -> dict[str, Any]:
+    """Return what hooks find in a checkpoint of Lightning's, as far as fitkit knows it."""
+    module = model.net
+    return {
+        "epoch": epoch,
+        "global_step": global_step,
+        "state_dict": state,
+        "hparams_name": getattr(module, "_hparams_name", None),
+        "hyper_parameters": dict(module.hparams),
+    }
