@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -39,23 +40,41 @@ WIDE = {
 """The dtype of averages of half types: small steps would be rounded away."""
 
 
+RUNNING = frozenset({"running_mean", "running_var", "moving_mean", "moving_variance"})
+"""The names of running statistics in torch's and in Keras's layers, and in those made like them."""
+
+
+def is_running_statistic(name: str) -> bool:
+    """Whether a buffer is a mean over batches, by its name: what an average may be taken of.
+
+    Other buffers mean nothing between two steps. An average of unit vectors, such as those of a
+    spectral normalization, isn't one; a queue's average is no sample; a counter's no count.
+    """
+    return re.split("[./]", name)[-1] in RUNNING  # Keras's paths have slashes
+
+
 class AveragedWeights:
-    """Averages of a model's parameters and buffers, kept outside the model. Integers stay out.
+    """Averages of a model's parameters and running statistics, kept outside the model.
+
+    Integers and other buffers stay out: the model keeps those of its last step.
 
     Args:
         model: the model to average. The averages start from its current weights.
         average: an in-place function (averages, values, number before).
-        buffers: whether to average buffers (running statistics), too.
+        buffers: whether to average running statistics, too.
 
     Attributes:
         count: the number of averaged updates.
     """
 
     def __init__(self, model: Module, average: Average, *, buffers: bool) -> None:
+        parameters = {**places_of(model, buffers=False), **_of_losses(model)}
         found = {
             name: place
-            for name, place in {**places_of(model, buffers=buffers), **_of_losses(model)}.items()
-            if place.tensor is not None and trees.is_inexact(place.tensor)
+            for name, place in {**places_of(model, buffers=buffers), **parameters}.items()
+            if place.tensor is not None
+            and trees.is_inexact(place.tensor)
+            and (name in parameters or is_running_statistic(name))
         }
         self.names: list[str] = list(found)
         self._places = list(found.values())
@@ -172,8 +191,10 @@ class EMA(Callback):
         update_every_n_steps: the number of weight updates per update of the average. Default 1.
         update_starting_at_epoch: the first epoch (from 0) that is averaged. Before it, the average
             equals the weights. Default 0.
-        use_buffers: whether to average floating-point buffers (running statistics), too. Default
-            True.
+        use_buffers: whether to average running statistics, too: buffers named `running_mean` or
+            `running_var`, as in torch's norm layers and in those made like them, and Keras's
+            `moving_mean` and `moving_variance`. Other buffers, such as the vectors of a spectral
+            normalization, queues and ranges, are those of the last step. Default True.
         swap_on_epoch: whether the average stays in the model from the validation until the next
             epoch begins. Callbacks after this one in the list then save or copy the average at
             the end of each epoch. Default False.
@@ -360,7 +381,7 @@ class StochasticWeightAveraging(Callback):
 
     The running statistics of batch normalization don't match averaged weights. They are computed
     again from `bn_data`. Without it, or after an error, they are averaged like the weights, which
-    is often close.
+    is often close. Other buffers are those of the last step, as in `EMA`.
 
     Args:
         swa_lrs: the learning rate of the averaged epochs, above 0. A list sets one rate per

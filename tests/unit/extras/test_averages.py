@@ -135,6 +135,67 @@ def test_buffers_are_averaged_too_unless_told_otherwise():
         assert net[0].num_batches_tracked.item() == 2
 
 
+class Counting(torch.nn.Module):
+    """Buffers that are no means over batches: a queue, a range, a counter; and two that are."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(3, 4))
+        self.register_buffer("largest", torch.tensor(0.0))
+        self.register_buffer("batches", torch.tensor(0.0))
+        self.register_buffer("running_mean", torch.zeros(4))  # a norm layer of one's own
+        self.register_buffer("running_var", torch.ones(4))
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.queue = torch.cat([self.queue[1:], x[:1].detach()])
+                self.largest.copy_(torch.maximum(self.largest, x.max()))
+                self.batches += 1
+                self.running_mean.lerp_(x.mean(0), 0.1)
+                self.running_var.lerp_(x.var(0), 0.1)
+        return (x - self.running_mean) / self.running_var.sqrt()
+
+
+@pytest.mark.parametrize(
+    "spectral_norm",
+    [torch.nn.utils.parametrizations.spectral_norm, torch.nn.utils.spectral_norm],
+)
+@pytest.mark.parametrize("average", [EMA(0.8), StochasticWeightAveraging(0.1, 1, 0)])
+def test_only_running_statistics_are_averaged_of_all_buffers(spectral_norm, average):
+    """Seven spectrally normalised layers and other buffers, against sums by hand."""
+    torch.manual_seed(0)
+    layers = [spectral_norm(torch.nn.Linear(4, 4)) for _ in range(7)]
+    net = torch.nn.Sequential(*layers[:4], torch.nn.BatchNorm1d(4), Counting(), *layers[4:])
+    plain = copy.deepcopy(net)
+    x = torch.randn(32, 4)
+    batches, epochs = [(x[:16], x[:16].flip(1)), (x[16:], x[16:].flip(1))], 3
+    model = fitkit.Model(net)
+    model.compile("sgd", "mse", learning_rate=0.1)
+    model.fit(batches, epochs=epochs, verbose=0, callbacks=copy.deepcopy(average))
+
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    means = {name: value.clone() for name, value in plain.state_dict().items()}
+    for epoch in range(epochs):
+        for number, (inputs, targets) in enumerate(batches):
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(plain(inputs), targets).backward()
+            optimizer.step()
+            share = 0.2
+            if isinstance(average, StochasticWeightAveraging):  # from epoch 1 on, at its end
+                share = 1 / epoch if epoch and number == 1 else 0.0
+            for name, value in plain.state_dict().items():
+                is_mean = "running" in name or name in dict(plain.named_parameters())
+                means[name] = torch.lerp(means[name], value, share) if is_mean else value.clone()
+    found = net.state_dict()
+    assert {name for name in found if "running" in name} > {"4.running_mean", "5.running_var"}
+    for name, value in means.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    plain.load_state_dict(means)
+    loss = torch.nn.functional.mse_loss(plain.eval()(x), x.flip(1))
+    assert model.evaluate(x, x.flip(1), verbose=0) == pytest.approx(loss.item(), rel=1e-4)
+
+
 def test_averages_of_half_precision_weights_move_by_less_than_their_last_bit():
     from torch.optim.swa_utils import get_ema_multi_avg_fn
 
