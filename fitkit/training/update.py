@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from fitkit import trees
 from fitkit.checkpoint import check_fused_state
 from fitkit.data.batches import Batch, NoRows
+from fitkit.data.to_device import own_data
 from fitkit.distributed.precision import CLOSURE, Scaling, match_state
 from fitkit.distributed.strategies import Engine, Strategy
 from fitkit.errors import ConfigurationError
@@ -306,8 +307,8 @@ class Update:
         """
         if begins:
             self.begin()
-        if self._takes_closure:
-            batch.is_lent = True  # each evaluation of the loss gets the batch as it came
+        if self._again is not None:  # each evaluation of the loss gets the batch as it came
+            batch.data, batch.is_lent = own_data(batch), True
         step, is_part = self.step, self.is_part
         with self._around_step() if self.accumulate > 1 else AS_IS:
             outcome = step(batch, index, is_part=is_part, **optimizer)
