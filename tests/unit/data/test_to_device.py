@@ -147,7 +147,7 @@ def test_the_device_fetches_from_memory_that_nobody_fills_again(pins):
 
 
 @pytest.mark.parametrize(
-    "loader, pins",
+    ("loader", "pins"),
     [
         (lambda: DataLoader(TensorDataset(X), 8, pin_memory=True), True),
         (lambda: DataLoader(X, 8, pin_memory=True, collate_fn=list), False),
