@@ -535,8 +535,9 @@ def _apart(tensor: torch.Tensor, rows: int | list[int]) -> Sequence[torch.Tensor
     Args:
         rows: those of each batch, or of all but the last.
     """
-    split = torch.unsafe_split if isinstance(rows, int) else torch.unsafe_split_with_sizes
-    return split(tensor, rows)
+    if isinstance(rows, int):
+        return torch.unsafe_split(tensor, rows)
+    return torch.unsafe_split_with_sizes(tensor, rows)
 
 
 def select_rows(tensor: Any, chosen: torch.Tensor) -> torch.Tensor:

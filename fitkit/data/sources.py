@@ -83,7 +83,7 @@ def first_inputs(source: Source) -> Any:
                 "The net has no weights before its first batch, and these data can be read only "
                 "once. Call the net on a batch before fit."
             )
-    return unpack_batch(batch)[0]
+    return trees.cloned(unpack_batch(batch)[0])  # the net that is called may write into them
 
 
 def _first_of(loader: DataLoader[Any]) -> Any:

@@ -644,7 +644,8 @@ def prepared(example: Any, net: nn.Module) -> Any:
             return leaf
         return leaf.to(device, dtype if leaf.dtype == torch.float64 else leaf.dtype)
 
-    example = trees.map_leaves(as_tensor, example)
+    # The net may write into its inputs.
+    example = trees.cloned(trees.map_leaves(as_tensor, example))
     if not any(isinstance(leaf, torch.Tensor) for leaf in trees.leaves(example)):
         raise ConfigurationError(
             f"example={describe(example)} has no tensor or array. Give a batch of inputs; "

@@ -275,7 +275,7 @@ class InStep:
     def _in_step(self) -> Iterator[Any]:
         last: Any = NOTHING
         while True:
-            batch = NOTHING if self._ended else next(self._batches, NOTHING)
+            batch: Any = NOTHING if self._ended else next(self._batches, NOTHING)
             able = batch is not NOTHING and batch is not NoRows
             here, with_batch, ranks_ready = self._collectives.sums(
                 [float(batch is not NOTHING), float(able), float(able or last is not NOTHING)]

@@ -119,7 +119,7 @@ KINDS = {
 }
 USES = {
     "cast": lambda tree: widened(trees.map_leaves(lambda t: _half(t), tree)),
-    "move": lambda tree: Transfer(torch.device("cpu"), torch.float32)((tree,))[0],
+    "move": lambda tree: Transfer(torch.device("cpu"), torch.float32)((tree,), is_lent=True)[0],
     "detach": lambda tree: trees.map_leaves(
         lambda t: t.detach() if isinstance(t, torch.Tensor) else t, tree
     ),

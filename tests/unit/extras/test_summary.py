@@ -441,3 +441,10 @@ def test_a_model_shows_its_rates_by_layer_and_its_teacher():
     model.compile(loss="cross_entropy", layer_decay=None)
     model.summary(print_fn=shown.append)
     assert "Rate" not in shown[1] and "Teacher" not in shown[1]
+
+
+def test_a_net_may_write_into_the_example():
+    x = -torch.ones(2, 3)
+    model = fitkit.Model(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 1)))
+    model.summary(x)
+    assert (x == -1).all()

@@ -315,7 +315,7 @@ def test_on_batch_verbs_give_the_values_before_the_update():
     for x, y in slices(X, LABELS, 25):
         loss, accuracy = model.train_on_batch(x.numpy(), y.numpy())
         optimizer.zero_grad()
-        logits = theirs.train()(x)
+        logits = theirs.train()(x.clone())  # last bits depend on where the rows lie
         expected = F.cross_entropy(logits, y)
         expected.backward()
         optimizer.step()

@@ -259,7 +259,9 @@ def test_no_write_reaches_the_users_memory_or_another_batch(writer, kind, first)
 
 
 @pytest.mark.parametrize("writer", ["loss", "metric", "net", "hook", "transform", "own steps"])
-@pytest.mark.parametrize("as_given", [torch.Tensor.numpy, lambda part: part], ids=["arrays", "tensors"])
+@pytest.mark.parametrize(
+    "as_given", [torch.Tensor.numpy, lambda part: part], ids=["arrays", "tensors"]
+)
 def test_single_batches_are_not_written_into(writer, as_given):
     parts = memory(0)
     before = copy.deepcopy(parts)
