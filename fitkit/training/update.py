@@ -25,6 +25,7 @@ from fitkit.hooks import overridden, step_arguments
 from fitkit.module import Module
 from fitkit.optimizers import (
     OptimizerList,
+    check_changeable,
     check_trainable,
     fuse,
     held_by,
@@ -105,6 +106,7 @@ def ready_optimizers(model: Module) -> list[Optimizer]:
     """Return the model's optimizers, with states that match the parameters, ready for a step."""
     trainable = model._fitkit.compilation.trainable(model)
     check_trainable(trainable)
+    check_changeable(model._weights_module(), *model._fitkit.compilation.loss_modules)
     optimizers: list[Optimizer] = model._made_optimizers()
     is_named, guest = _is_named(model), guest_of(model)
     for optimizer in optimizers:
