@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
 import numbers
 import os
 import re
-from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from argparse import Namespace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from types import SimpleNamespace
+from typing import Literal, TypeVar, cast, overload
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -20,18 +25,90 @@ from fitkit.registry import nearest
 from fitkit.typing import AnyCallable
 
 Function = TypeVar("Function", bound=AnyCallable)
+Value = TypeVar("Value")
 
 
 def describe(value: object) -> str:
-    """Return a short description of a value for a message: its repr, or type and shape."""
-    shape = getattr(value, "shape", None)
-    if isinstance(shape, tuple):
-        return f"{type(value).__name__} of shape {tuple(shape)}"
-    try:
-        text = repr(value)
-    except ValueError:  # Python shows no whole numbers of more than 4,300 digits
-        return f"a {type(value).__name__} too long to show"
-    return text if len(text) <= 80 else f"{type(value).__name__} {text[:60]}…"
+    """Return a short description of a value for a message: its repr, or type and shape.
+
+    It takes little time and memory, whatever the value: the values of a file may be nested lists
+    whose whole text no memory holds.
+    """
+    text = ""
+    for piece in _pieces(value):
+        text += piece
+        if len(text) > _LONGEST:
+            return f"{type(value).__name__} {text[:60]}…"
+    return text
+
+
+_LONGEST = 80
+"""Characters of a description."""
+
+_BRACKETS: dict[object, tuple[str, str]] = {
+    list.__repr__: ("[", "]"),
+    tuple.__repr__: ("(", ")"),
+    set.__repr__: ("{", "}"),
+    frozenset.__repr__: ("frozenset({", "})"),
+    dict.__repr__: ("{", "}"),
+}
+"""What stands around the items that a class's own repr shows."""
+
+
+def _pieces(value: object) -> Iterator[str]:
+    """Yield the parts of a value's repr as they are asked for; none is long, and none is empty."""
+    kind = type(value)
+    made_by: object = kind.__repr__
+    if isinstance(value, (str, bytes)) and made_by in (str.__repr__, bytes.__repr__):
+        yield repr(value[: _LONGEST + 1])
+    elif isinstance(value, int) and value.bit_length() > 14_000:
+        yield f"a {kind.__name__} too long to show"  # Python itself refuses to
+    elif isinstance(value, Collection) and made_by in _BRACKETS:
+        yield from _items(value, *_BRACKETS[made_by])
+    elif isinstance(value, Mapping) and kind.__module__ == "collections":
+        yield from _items(value, f"{kind.__name__}({{", "})")
+    elif fields := _fields_of(value):
+        yield f"{kind.__name__}("
+        for number, (name, part) in enumerate(fields):
+            yield f"{', ' if number else ''}{name}="
+            yield from _pieces(part)
+        yield ")"
+    elif isinstance(shape := getattr(value, "shape", None), tuple) and not isinstance(
+        value, np.generic
+    ):
+        yield f"{kind.__name__} of shape {tuple(shape)}"
+    else:
+        try:
+            yield repr(value) or kind.__name__
+        except Exception:  # the user's own code
+            yield f"a {kind.__name__} that has no repr"
+
+
+def _items(value: Collection[object], begin: str, end: str) -> Iterator[str]:
+    if isinstance(value, (set, frozenset)) and not value:
+        begin, end = f"{type(value).__name__}(", ")"
+    yield begin
+    for number, item in enumerate(value):
+        if number:
+            yield ", "
+        yield from _pieces(item)
+        if isinstance(value, Mapping):
+            yield ": "
+            yield from _pieces(value[item])
+    yield f",{end}" if isinstance(value, tuple) and len(value) == 1 else end
+
+
+def _fields_of(value: object) -> Sequence[tuple[str, object]]:
+    """Return the names and values that a repr made by Python shows: `Point(x=1, y=2)`."""
+    kind = type(value)
+    if isinstance(value, (SimpleNamespace, Namespace)):
+        return list(vars(value).items())
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return list(zip(kind._fields, value, strict=False))
+    if dataclasses.is_dataclass(kind) and hasattr(kind.__repr__, "__wrapped__"):
+        shown = [one.name for one in dataclasses.fields(kind) if one.repr]
+        return [(name, getattr(value, name, None)) for name in shown]
+    return ()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -95,21 +172,61 @@ def _unknown_argument(call: str, name: str, accepted: list[str]) -> ArgumentType
     )
 
 
-def check_count(name: str, value: object, *, minimum: int = 1, optional: bool = False) -> None:
-    """Refuse what isn't a whole number of at least `minimum` (None too, where `optional`)."""
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+def plain(value: Value) -> Value:
+    """Return a number, flag or string of NumPy's, or a tensor of one number, as Python's own."""
+    if isinstance(value, np.generic) or (
+        isinstance(value, (np.ndarray, torch.Tensor)) and value.ndim == 0
+    ):
+        return cast(Value, value.item())
+    return value
+
+
+def keep_checked(record: object, check: AnyCallable, *names: str, **options: object) -> None:
+    """Check attributes of a frozen record, and keep them as the check returns them.
+
+    Args:
+        check: `check_count` or another one.
+        options: its options.
+    """
+    for name in names:
+        vars(record)[name] = check(name, getattr(record, name), **options)
+
+
+@overload
+def check_count(name: str, value: object, *, minimum: int = 1) -> int: ...
+
+
+@overload
+def check_count(
+    name: str, value: object, *, minimum: int = 1, optional: Literal[True]
+) -> int | None: ...
+
+
+def check_count(
+    name: str, value: object, *, minimum: int = 1, optional: bool = False
+) -> int | None:
+    """Return a whole number of at least `minimum` as an int (None too, where `optional`).
+
+    Raises:
+        ArgumentTypeError, ConfigurationError: it is something else. A flag is no number.
+    """
+    number = plain(value)
+    if number is None and optional:
+        return None
+    if isinstance(number, bool) or not isinstance(number, numbers.Integral):
         raise ArgumentTypeError(
             f"{name}={describe(value)} must be an int of at least {minimum}"
             f"{' or None' if optional else ''}, not a {type(value).__name__}."
         )
-    if value < minimum:
-        raise ConfigurationError(f"{name}={value} must be at least {minimum}.")
+    if number < minimum:
+        raise ConfigurationError(f"{name}={number} must be at least {minimum}.")
+    return int(number)
 
 
-def check_epochs(name: str, value: object, *, what: str, example: str) -> None:
-    """Refuse what isn't a dict from epochs to something.
+def check_epochs(
+    name: str, value: Mapping[int, Value] | None, *, what: str, example: str
+) -> dict[int, Value]:
+    """Return a dict from epochs to something, in their order; refuse anything else.
 
     Args:
         name: the argument.
@@ -122,8 +239,33 @@ def check_epochs(name: str, value: object, *, what: str, example: str) -> None:
         )
     if not value:
         raise ConfigurationError(f"{name}={{}} has no epoch; write it like {example}.")
-    for epoch in value:
-        check_count(f"{name}'s epoch", epoch, minimum=0)
+    counted = {check_count(f"{name}'s epoch", key, minimum=0): at for key, at in value.items()}
+    return dict(sorted(counted.items()))
+
+
+@overload
+def check_number(
+    name: str,
+    value: object,
+    *,
+    above: float = ...,
+    minimum: float = ...,
+    below: float = ...,
+    maximum: float = ...,
+) -> float: ...
+
+
+@overload
+def check_number(
+    name: str,
+    value: object,
+    *,
+    above: float = ...,
+    minimum: float = ...,
+    below: float = ...,
+    maximum: float = ...,
+    optional: Literal[True],
+) -> float | None: ...
 
 
 def check_number(
@@ -135,17 +277,22 @@ def check_number(
     below: float = math.inf,
     maximum: float = math.inf,
     optional: bool = False,
-) -> None:
-    """Refuse what isn't a finite number within the bounds (None passes where `optional`)."""
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+) -> float | None:
+    """Return a finite number within the bounds as a float or an int (None too, where `optional`).
+
+    Raises:
+        ArgumentTypeError, ConfigurationError: it is something else. A flag is no number.
+    """
+    given = plain(value)
+    if given is None and optional:
+        return None
+    if isinstance(given, bool) or not isinstance(given, numbers.Real):
         raise ArgumentTypeError(
             f"{name}={describe(value)} must be a number, not a {type(value).__name__}."
         )
-    number = float(value)
+    number = int(given) if isinstance(given, numbers.Integral) else float(given)
     if not math.isfinite(number):
-        raise ConfigurationError(f"{name}={value} must be a finite number.")
+        raise ConfigurationError(f"{name}={number} must be a finite number.")
     if number <= above or number < minimum or number >= below or number > maximum:
         bounds = []
         if above != -math.inf:
@@ -156,24 +303,43 @@ def check_number(
             bounds.append(f"below {below:g}")
         if maximum != math.inf:
             bounds.append(f"at most {maximum:g}")
-        raise ConfigurationError(f"{name}={value} must be {' and '.join(bounds)}.")
+        raise ConfigurationError(f"{name}={number} must be {' and '.join(bounds)}.")
+    return number
 
 
-def check_flag(name: str, value: object, *, optional: bool = False) -> None:
-    """Refuse what isn't True or False (None passes where `optional`)."""
-    if isinstance(value, bool) or (value is None and optional):
-        return
+@overload
+def check_flag(name: str, value: object) -> bool: ...
+
+
+@overload
+def check_flag(name: str, value: object, *, optional: Literal[True]) -> bool | None: ...
+
+
+def check_flag(name: str, value: object, *, optional: bool = False) -> bool | None:
+    """Return True or False (None too, where `optional`); refuse anything else.
+
+    Raises:
+        ArgumentTypeError: with what was given.
+    """
+    flag = plain(value)
+    if isinstance(flag, bool) or (flag is None and optional):
+        return flag
     raise ArgumentTypeError(
         f"{name}={describe(value)} must be True or False{' or None' if optional else ''}."
     )
 
 
-def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Refuse what isn't one of `choices`."""
+def check_choice(name: str, value: Value, choices: tuple[object, ...]) -> Value:
+    """Return the one of `choices` that a value is; refuse anything else.
+
+    Raises:
+        ArgumentTypeError, ConfigurationError: with what was given, and the choices.
+    """
+    value = plain(value)
     if any(
         value is choice or (type(value) is type(choice) and value == choice) for choice in choices
     ):
-        return
+        return value
     listing = ", ".join(repr(choice) for choice in choices)
     close = (
         nearest(value, [c for c in choices if isinstance(c, str)]) if isinstance(value, str) else []
@@ -194,6 +360,7 @@ def chosen_verbose(verbose: int | str) -> int | str:
     Raises:
         ConfigurationError: neither 0, 1, 2 nor `"auto"`.
     """
+    verbose = plain(verbose)
     if isinstance(verbose, bool):
         verbose = int(verbose)
     check_choice("verbose", verbose, (0, 1, 2, "auto"))
@@ -312,7 +479,8 @@ def _plain(name: str, value: object) -> dict[str, object]:
     elif isinstance(value, (list, tuple)) and any(isinstance(v, (list, dict)) for v in value):
         parts = enumerate(value)
     elif isinstance(value, (list, tuple)):
-        return {name: ", ".join(map(name_of, value))[:LONGEST]} if value else {}
+        first = islice(value, LONGEST)  # each has a character at least
+        return {name: ", ".join(map(name_of, first))[:LONGEST]} if value else {}
     else:
         return {name: value if isinstance(value, (int, float)) else name_of(value)[:LONGEST]}
     return plain_settings({f"{name}.{key}": part for key, part in parts})

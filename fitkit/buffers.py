@@ -28,9 +28,11 @@ class Place(NamedTuple):
 
     @torch.no_grad()
     def put(self, value: torch.Tensor) -> None:
-        """Put a value there: into the tensor, or in its place if it has another shape."""
+        """Put a value there: into the tensor, or in its place if it has another shape, or was made
+        under `torch.inference_mode()`, where torch lets nobody write.
+        """
         current = self.tensor
-        if current is None or current.shape != value.shape:
+        if current is None or current.shape != value.shape or current.is_inference():
             device = value.device if current is None else current.device
             self.holder[self.key] = value.to(device, copy=True)
         else:

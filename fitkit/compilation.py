@@ -11,7 +11,15 @@ from typing import Literal, TypeVar
 import torch
 
 from fitkit import trees
-from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
+from fitkit.arguments import (
+    check_choice,
+    check_count,
+    check_flag,
+    check_number,
+    describe,
+    keep_checked,
+    plain,
+)
 from fitkit.distributed.devices import older_spelling
 from fitkit.distributed.precision import Precision
 from fitkit.distributed.resolve import resolve_strategy
@@ -94,28 +102,27 @@ class CompileArguments:
     batch_transforms: BatchTransformsArgument = None
 
     def __post_init__(self) -> None:
-        check_number("learning_rate", self.learning_rate, minimum=0, optional=True)
-        check_layer_decay(self.layer_decay)
+        bounded = {"minimum": 0, "optional": True}
+        keep_checked(self, check_number, "learning_rate", "warmup_epochs", **bounded)
+        vars(self)["layer_decay"] = check_layer_decay(self.layer_decay)
         self._check_target()
+        vars(self)["devices"] = trees.map_leaves(plain, self.devices)
+        vars(self)["precision"] = plain(self.precision)
         if self.num_nodes is not UNSET:
-            check_count("num_nodes", self.num_nodes)
-        check_count("accumulate_grad_batches", self.accumulate_grad_batches)
-        check_number("gradient_clip_val", self.gradient_clip_val, above=0, optional=True)
-        check_choice("gradient_clip_algorithm", self.gradient_clip_algorithm, ("norm", "value"))
-        check_choice("scale_lr", self.scale_lr, (None, "linear", "sqrt"))
-        check_number("warmup_epochs", self.warmup_epochs, minimum=0, optional=True)
-        check_flag("sync_batchnorm", self.sync_batchnorm)
-        check_flag("replace_sampler", self.replace_sampler)
-        check_flag("auto_select_gpus", self.auto_select_gpus)
-        check_choice("log_gpu_memory", self.log_gpu_memory, (None, "all", "min_max"))
-        check_flag("benchmark", self.benchmark, optional=True)
+            keep_checked(self, check_count, "num_nodes")
+        keep_checked(self, check_count, "accumulate_grad_batches", "steps_per_execution")
+        keep_checked(self, check_count, "effective_batch_size", optional=True)
+        keep_checked(self, check_number, "gradient_clip_val", above=0, optional=True)
+        keep_checked(self, check_choice, "gradient_clip_algorithm", choices=("norm", "value"))
+        keep_checked(self, check_choice, "scale_lr", choices=(None, "linear", "sqrt"))
+        keep_checked(self, check_flag, "sync_batchnorm", "replace_sampler", "auto_select_gpus")
+        keep_checked(self, check_choice, "log_gpu_memory", choices=(None, "all", "min_max"))
+        keep_checked(self, check_flag, "benchmark", optional=True)
         if self.deterministic != "warn":
-            check_flag("deterministic", self.deterministic, optional=True)
+            keep_checked(self, check_flag, "deterministic", optional=True)
         self._check_jit_compile()
-        check_choice("matmul_precision", self.matmul_precision, MATMUL_PRECISIONS)
-        check_choice("memory_format", self.memory_format, (None, *MEMORY_FORMATS))
-        check_count("steps_per_execution", self.steps_per_execution)
-        check_count("effective_batch_size", self.effective_batch_size, optional=True)
+        keep_checked(self, check_choice, "matmul_precision", choices=MATMUL_PRECISIONS)
+        keep_checked(self, check_choice, "memory_format", choices=(None, *MEMORY_FORMATS))
         self._check_batch_transforms()
 
     def _check_target(self) -> None:
@@ -145,7 +152,7 @@ class CompileArguments:
     def _check_jit_compile(self) -> None:
         """Refuse what is neither True, False, nor the keyword arguments of `torch.compile`."""
         if not isinstance(self.jit_compile, dict):
-            check_flag("jit_compile", self.jit_compile)
+            keep_checked(self, check_flag, "jit_compile")
             return
         accepted = [key for key in inspect.signature(torch.compile).parameters if key != "model"]
         for key in self.jit_compile:
@@ -226,10 +233,10 @@ def without_gpus(
     for name, value in (("devices", devices), ("accelerator", accelerator)):
         if value is not UNSET:
             raise ConfigurationError(
-                f"gpus={gpus!r} and {name}={value!r} were both given. gpus is the older "
-                "spelling of accelerator='gpu', devices=…. Give only one of them."
+                f"gpus={describe(gpus)} and {name}={describe(value)} were both given. gpus is the "
+                "older spelling of accelerator='gpu', devices=…. Give only one of them."
             )
-    words = older_spelling(gpus)
+    words = older_spelling(trees.map_leaves(plain, gpus))
     return words["devices"], words["accelerator"]
 
 

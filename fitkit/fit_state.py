@@ -108,8 +108,7 @@ def _of_dicts(dicts: list[Mapping[str, object]]) -> OwnOptimizers:
                 _planned(given["lr_scheduler"], optimizers[-1:], given.get("monitor"))
             )
         if given.get("frequency") is not None:
-            check_count("frequency", given["frequency"])
-            frequencies.append(int(given["frequency"]))
+            frequencies.append(check_count("frequency", given["frequency"]))
     if frequencies and len(frequencies) != len(optimizers):
         raise ConfigurationError(
             "configure_optimizers gave some optimizers a 'frequency' and others none. Give one to "
@@ -147,8 +146,8 @@ def _planned(given: object, optimizers: list[Optimizer], monitor: str | None) ->
     check_step(scheduler)
     interval, frequency = options.get("interval"), options.get("frequency", 1)
     interval = own_interval(scheduler) if interval is None else interval
-    check_choice("interval", interval, ("epoch", "step"))
-    check_count("frequency", frequency)
+    interval = check_choice("interval", interval, ("epoch", "step"))
+    frequency = check_count("frequency", frequency)
     check_flag("strict", options.get("strict", True))
     optimizer = getattr(scheduler, "optimizer", optimizers[0])
     if not any(optimizer is known for known in optimizers):

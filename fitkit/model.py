@@ -601,7 +601,7 @@ class Model(Module):
             >>> model.evaluate(torch.ones(8, 1), torch.zeros(8, 1), verbose=0, return_dict=True)
             {'loss': 1.0, 'mae': 1.0}
         """
-        check_flag("return_dict", return_dict)
+        return_dict = check_flag("return_dict", return_dict)
         arguments = EvaluateArguments(
             x=x,
             y=y,
@@ -693,7 +693,7 @@ class Model(Module):
             >>> model.predict(torch.randn(100, 4), verbose=0).shape
             (100, 3)
         """
-        check_flag("as_numpy", as_numpy)
+        as_numpy = check_flag("as_numpy", as_numpy)
         arguments = EvaluateArguments(
             x=x, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks
         )
@@ -737,7 +737,7 @@ class Model(Module):
         """
         from fitkit.extras.predictions import read_in_loop
 
-        check_flag("as_numpy", as_numpy)
+        as_numpy = check_flag("as_numpy", as_numpy)
         arguments = EvaluateArguments(
             x=x, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks
         )
@@ -811,7 +811,7 @@ class Model(Module):
             ...     loss = model.train_on_batch(torch.ones(8, 4), torch.ones(8))
         """
         weights = None if class_weight is None else ClassWeights(class_weight)
-        check_flag("return_dict", return_dict)
+        return_dict = check_flag("return_dict", return_dict)
         values = fit_batch(self, (x, y, sample_weight), weights)
         return _as_asked(values, return_dict)
 
@@ -851,7 +851,7 @@ class Model(Module):
             >>> sorted(model.test_on_batch(torch.ones(8, 4), torch.ones(8), return_dict=True))
             ['loss']
         """
-        check_flag("return_dict", return_dict)
+        return_dict = check_flag("return_dict", return_dict)
         values = evaluate_batch(self, (x, y, sample_weight))
         return _as_asked(values, return_dict)
 
@@ -1119,7 +1119,7 @@ class Model(Module):
             >>> model.compile("adam", "mse")
             >>> model.save_weights("weights.safetensors")
         """
-        check_flag("trainable_only", trainable_only)
+        trainable_only = check_flag("trainable_only", trainable_only)
         check_outside_of_loop(self._fitkit.compilation.strategy)
         save_weights(self, path, trainable_only=trainable_only)
 

@@ -341,7 +341,7 @@ class Module(nn.Module):
         """
         if not isinstance(name, str):
             raise ArgumentTypeError(f"self.log got the name {describe(name)}; it must be a string.")
-        check_count("batch_size", batch_size, optional=True)
+        batch_size = check_count("batch_size", batch_size, optional=True)
         reduction = reduce_fx if reduce_fx == "mean" else reduction_named(reduce_fx)
         options = _options(on_step, on_epoch, prog_bar, reduction, sync_dist, rank_zero_only)
         loggable = as_loggable(name, value)
@@ -405,8 +405,7 @@ class Module(nn.Module):
 
     @trainable.setter
     def trainable(self, value: bool) -> None:
-        check_flag("trainable", value)
-        self.requires_grad_(value)
+        self.requires_grad_(check_flag("trainable", value))
 
     def print(self, *values: Any, **options: Any) -> None:
         """Print on rank 0 only.
@@ -598,8 +597,10 @@ class Module(nn.Module):
         gradient_clip_algorithm: str = "norm",
     ) -> None:
         """Clip the gradients of an optimizer's parameters: their total norm, or each entry."""
-        check_number("gradient_clip_val", gradient_clip_val, above=0)
-        check_choice("gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value"))
+        gradient_clip_val = check_number("gradient_clip_val", gradient_clip_val, above=0)
+        gradient_clip_algorithm = check_choice(
+            "gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value")
+        )
         for scaling in self._fitkit.fit_state.scalings[:1]:
             scaling.unscale(optimizer)
         clip = clip_grad_norm_ if gradient_clip_algorithm == "norm" else clip_grad_value_
@@ -634,7 +635,7 @@ def _options(
         check_flag(name, value, optional=True)
     for name, value in (("prog_bar", prog_bar), ("sync_dist", sync_dist)):
         check_flag(name, value)
-    check_flag("rank_zero_only", rank_zero_only)
+    rank_zero_only = check_flag("rank_zero_only", rank_zero_only)
     if sync_dist and rank_zero_only:
         raise ConfigurationError(
             "sync_dist=True and rank_zero_only=True contradict each other: a value is that of all "

@@ -18,6 +18,7 @@ from fitkit.arguments import check_number, describe
 from fitkit.closures import uses_closure as uses_closure
 from fitkit.distributed.spread.in_place import held_by as held_by
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
+from fitkit.modes import kept_in_evaluation
 from fitkit.parameter_groups import (
     Chooses,
     in_layers,
@@ -72,7 +73,7 @@ def muon(
         >>> model.compile(fitkit.optimizers.muon(net, 0.02, adamw={"lr": 3e-4}), "cross_entropy")
     """
     named = named_parameters(net)
-    check_number("learning_rate", learning_rate, minimum=0, optional=True)
+    learning_rate = check_number("learning_rate", learning_rate, minimum=0, optional=True)
     if hidden is not None and not callable(hidden):
         raise ArgumentTypeError(
             f"hidden={describe(hidden)} must be a function (name, parameter) -> bool."
@@ -505,6 +506,30 @@ def check_trainable(parameters: list[torch.nn.Parameter]) -> None:
             "to train. Set requires_grad = True on those that must learn.",
             code="FK023",
         )
+
+
+def check_changeable(*modules: torch.nn.Module) -> None:
+    """Refuse weights made under `torch.inference_mode()`: torch never changes their numbers.
+
+    Some optimizers leave them out without a word. Statistics of normalizations count, too.
+
+    Raises:
+        ConfigurationError: with the first one's name and what to write.
+    """
+    for module in modules:
+        kept = kept_in_evaluation(module)
+        changing: list[tuple[str, torch.Tensor]] = []
+        changing += [(name, one) for name, one in module.named_parameters() if one.requires_grad]
+        for path, part in module.named_modules():
+            if isinstance(part, torch.nn.modules.batchnorm._NormBase) and part not in kept:
+                changing += part.named_buffers(path, recurse=False)
+        for name, tensor in changing:
+            if tensor.is_inference():
+                raise ConfigurationError(
+                    f"{name} of {type(module).__name__} was made under torch.inference_mode(), so "
+                    "torch can't train it. Make the net outside of it (torch.no_grad() does no "
+                    "harm), or take a copy there: net = copy.deepcopy(net)."
+                )
 
 
 def put_rate(group: dict[str, Any], rate: float) -> None:

@@ -55,14 +55,14 @@ def parameter_groups(
         >>> model.compile(torch.optim.AdamW(groups), "cross_entropy")
     """
     named = named_parameters(net)
-    check_number("weight_decay", weight_decay, minimum=0, optional=True)
+    weight_decay = check_number("weight_decay", weight_decay, minimum=0, optional=True)
     if not callable(learning_rate):
-        check_number("learning_rate", learning_rate, minimum=0, optional=True)
+        learning_rate = check_number("learning_rate", learning_rate, minimum=0, optional=True)
     if decays is not None and not callable(decays):
         raise ArgumentTypeError(
             f"decays={describe(decays)} must be a function (name, parameter) -> bool."
         )
-    check_layer_decay(layer_decay)
+    layer_decay = check_layer_decay(layer_decay)
     if layer_decay is not None and learning_rate is None:
         raise ConfigurationError(
             f"layer_decay={layer_decay} needs learning_rate, the rate of the last layer. Or leave "
@@ -72,7 +72,7 @@ def parameter_groups(
     groups: dict[tuple[float, float | None, bool], dict[str, Any]] = {}
     for name, parameter in named:
         rate = learning_rate(name) if callable(learning_rate) else learning_rate
-        check_number(f"learning_rate({name!r})", rate, minimum=0, optional=True)
+        rate = check_number(f"learning_rate({name!r})", rate, minimum=0, optional=True)
         does = parameter.ndim >= 2 if decays is None else bool(decays(name, parameter))
         scale = scales.get(id(parameter), 1.0)
         group = groups.setdefault((scale, rate, does), {"params": []})
@@ -91,11 +91,12 @@ def parameter_groups(
     return [groups[key] for key in sorted(groups, key=lambda key: (-key[0], not key[2]))]
 
 
-def check_layer_decay(layer_decay: float | None) -> None:
-    """Refuse a factor that isn't above 0 and at most 1; None passes."""
-    check_number("layer_decay", layer_decay, above=0, optional=True)
+def check_layer_decay(layer_decay: float | None) -> float | None:
+    """Return a factor above 0 and at most 1, or None; refuse anything else."""
+    layer_decay = check_number("layer_decay", layer_decay, above=0, optional=True)
     if layer_decay is not None and layer_decay > 1:
         raise ConfigurationError(f"layer_decay={layer_decay} must be at most 1.")
+    return layer_decay
 
 
 def layer_scales_of(net: nn.Module, layer_decay: float) -> dict[int, float]:

@@ -184,7 +184,7 @@ def set_seed(seed: int) -> int:
         >>> torch.equal(first[1], again[1])
         True
     """
-    check_count("seed", seed, minimum=0)
+    seed = check_count("seed", seed, minimum=0)
     if seed >= 2**32:
         raise ConfigurationError(f"seed={seed} must be below 2**32 = {2**32}.")
     seed = int(seed)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer, lr_scheduler
 
-from fitkit.arguments import check_choice, check_count, check_number, describe
+from fitkit.arguments import check_choice, check_count, check_number, describe, plain
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.optimizers import shown
 from fitkit.registry import Registry
@@ -172,16 +172,17 @@ class SchedulerChoice:
             given, monitor = value["scheduler"], value.get("monitor")
             interval, frequency = value.get("interval"), value.get("frequency", 1)
             options = {name: value[name] for name in unknown}
+            options = {name: plain(option) for name, option in options.items()}
             check_number("lr_scheduler's warmup", options.get("warmup", 0.0), minimum=0, below=1)
         else:
             given, monitor, interval, frequency = value, None, None, 1
-        check_count("lr_scheduler's frequency", frequency)
+        frequency = check_count("lr_scheduler's frequency", frequency)
         check_choice("lr_scheduler's interval", interval, (None, "epoch", "step"))
         if monitor is not None and not isinstance(monitor, str):
             raise ArgumentTypeError(f"lr_scheduler's monitor={monitor!r} must be a name.")
         _check_kind(given)
         check_watched(interval, monitor)
-        choice = cls(given, interval, monitor, int(frequency), options)
+        choice = cls(given, interval, monitor, frequency, options)
         if options:  # a wrong word is told now
             choice.build(Optimizer([torch.zeros(1)], {"lr": 1.0}), Span(2, 1))
         return choice
@@ -332,7 +333,7 @@ def _check_kind(given: Any) -> None:
         ]
         if missing:
             raise ConfigurationError(
-                f"lr_scheduler={given!r} needs {' and '.join(missing)}. Give them with "
+                f"lr_scheduler={describe(given)} needs {' and '.join(missing)}. Give them with "
                 f"functools.partial({_class_name(maker)}, {missing[0]}=…)."
             )
     elif isinstance(given, type) and not callable(getattr(given, "step", None)):

@@ -99,7 +99,7 @@ from fitkit.checkpoint.sharded_folder import (
 from fitkit.checkpoint.weights import (
     save_weights,
 )
-from fitkit.data.arrays import samples_between
+from fitkit.data.arrays import as_tensors, is_array, made_dense, samples_between
 from fitkit.data.batches import Batch, NoRows, Source, marked, unpack_batch
 from fitkit.data.loaders import ReadInOrder, begin_order, iterate, iterates_by_itself, seeds_apart
 from fitkit.data.sharding import keeps_rows
@@ -318,6 +318,7 @@ __all__ = [
     "as_given",
     "as_json",
     "as_parts",
+    "as_tensors",
     "as_transform",
     "batches_of_call",
     "begin_order",
@@ -355,6 +356,7 @@ __all__ = [
     "has_own_steps",
     "held_by",
     "hook_of",
+    "is_array",
     "is_folder_name",
     "is_labels",
     "is_multiple_in",
@@ -366,6 +368,7 @@ __all__ = [
     "keeps_rows",
     "length_of",
     "loss_in",
+    "made_dense",
     "make_source",
     "marked",
     "matched",

@@ -97,15 +97,15 @@ class BackupAndRestore(Callback):
     ) -> None:
         self.backup_dir: Path | str = checked_place(backup_dir, "backup_dir")
         if isinstance(save_freq, str):
-            check_choice("save_freq", save_freq, ("epoch",))
+            save_freq = check_choice("save_freq", save_freq, ("epoch",))
         elif save_freq is not False:
-            check_count("save_freq", save_freq)
-        check_flag("double_checkpoint", double_checkpoint)
-        check_flag("delete_checkpoint", delete_checkpoint)
-        check_count("keep", keep)
-        check_flag("catch_signals", catch_signals)
-        check_flag("asynchronous", asynchronous)
-        check_flag("sharded", sharded)
+            save_freq = check_count("save_freq", save_freq)
+        double_checkpoint = check_flag("double_checkpoint", double_checkpoint)
+        delete_checkpoint = check_flag("delete_checkpoint", delete_checkpoint)
+        keep = check_count("keep", keep)
+        catch_signals = check_flag("catch_signals", catch_signals)
+        asynchronous = check_flag("asynchronous", asynchronous)
+        sharded = check_flag("sharded", sharded)
         if sharded:
             remote.refuse_url(backup_dir, "a folder of shards", "Write sharded=False.")
         self._suffix = ".dcp" if sharded else ".h5"

@@ -89,14 +89,16 @@ class EarlyStopping(Callback):
         divergence_threshold: float | None = None,
         check_finite: bool = False,
     ) -> None:
-        check_count("patience", patience, minimum=0)
-        check_choice("verbose", verbose, (0, 1, False, True))
-        check_number("baseline", baseline, optional=True)
-        check_flag("restore_best_weights", restore_best_weights)
-        check_count("start_from_epoch", start_from_epoch, minimum=0)
-        check_number("stopping_threshold", stopping_threshold, optional=True)
-        check_number("divergence_threshold", divergence_threshold, optional=True)
-        check_flag("check_finite", check_finite)
+        patience = check_count("patience", patience, minimum=0)
+        verbose = check_choice("verbose", verbose, (0, 1, False, True))
+        baseline = check_number("baseline", baseline, optional=True)
+        restore_best_weights = check_flag("restore_best_weights", restore_best_weights)
+        start_from_epoch = check_count("start_from_epoch", start_from_epoch, minimum=0)
+        stopping_threshold = check_number("stopping_threshold", stopping_threshold, optional=True)
+        divergence_threshold = check_number(
+            "divergence_threshold", divergence_threshold, optional=True
+        )
+        check_finite = check_flag("check_finite", check_finite)
         self.monitor = monitor
         self._monitored = Monitor(monitor, mode, min_delta)
         self.patience = patience

@@ -146,14 +146,18 @@ class ModelCheckpoint(Callback):
         asynchronous: bool = False,
         trainable_only: bool = False,
     ) -> None:
-        check_choice("verbose", verbose, (0, 1, False, True))
-        check_choice("mode", mode, ("auto", "min", "max"))
-        for name in ("save_best_only", "save_weights_only", "save_last", "save_on_exception"):
-            check_flag(name, locals()[name])
-        check_flag("asynchronous", asynchronous)
-        check_flag("trainable_only", trainable_only)
-        check_number("initial_value_threshold", initial_value_threshold, optional=True)
-        check_count("save_top_k", save_top_k, minimum=-1, optional=True)
+        verbose = check_choice("verbose", verbose, (0, 1, False, True))
+        mode = check_choice("mode", mode, ("auto", "min", "max"))
+        save_best_only = check_flag("save_best_only", save_best_only)
+        save_weights_only = check_flag("save_weights_only", save_weights_only)
+        save_last = check_flag("save_last", save_last)
+        save_on_exception = check_flag("save_on_exception", save_on_exception)
+        asynchronous = check_flag("asynchronous", asynchronous)
+        trainable_only = check_flag("trainable_only", trainable_only)
+        initial_value_threshold = check_number(
+            "initial_value_threshold", initial_value_threshold, optional=True
+        )
+        save_top_k = check_count("save_top_k", save_top_k, minimum=-1, optional=True)
         says_it_lightnings_way = dirpath is not None or filename is not None
         if says_it_lightnings_way and monitor is not None and not save_best_only:
             save_top_k = 1 if save_top_k is None else save_top_k
@@ -165,7 +169,7 @@ class ModelCheckpoint(Callback):
         self._steps, self._interval_s = _frequency(
             save_freq, every_n_train_steps, train_time_interval
         )
-        check_count("every_n_epochs", every_n_epochs, optional=True)
+        every_n_epochs = check_count("every_n_epochs", every_n_epochs, optional=True)
         if every_n_epochs is not None and self._within_epochs:
             raise ConfigurationError(
                 "every_n_epochs saves at the end of an epoch, but another argument asks to save "
@@ -506,19 +510,21 @@ def _frequency(
     save_freq: Any, every_n_train_steps: Any, train_time_interval: Any
 ) -> tuple[int | None, float | None]:
     """After how many batches, or seconds, to save. Neither: after each epoch."""
-    check_count("every_n_train_steps", every_n_train_steps, optional=True)
+    every_n_train_steps = check_count("every_n_train_steps", every_n_train_steps, optional=True)
     if isinstance(train_time_interval, timedelta):
         train_time_interval = train_time_interval.total_seconds()
-    check_number("train_time_interval", train_time_interval, above=0, optional=True)
+    train_time_interval = check_number(
+        "train_time_interval", train_time_interval, above=0, optional=True
+    )
     steps = None
     if isinstance(save_freq, str):
-        check_choice("save_freq", save_freq, ("epoch",))
+        save_freq = check_choice("save_freq", save_freq, ("epoch",))
     else:
         if isinstance(save_freq, bool):
             raise ArgumentTypeError(
                 f"save_freq={describe(save_freq)} must be 'epoch' or a number of batches."
             )
-        check_count("save_freq", save_freq)
+        save_freq = check_count("save_freq", save_freq)
         steps = int(save_freq)
     given = [value for value in (steps, every_n_train_steps, train_time_interval) if value]
     if len(given) > 1:

@@ -52,8 +52,8 @@ class Monitor:
             raise ArgumentTypeError(
                 f"monitor={describe(name)} must be the name of a log, like 'val_loss'."
             )
-        check_choice("mode", mode, ("auto", "min", "max"))
-        check_number("min_delta", min_delta, minimum=0)
+        mode = check_choice("mode", mode, ("auto", "min", "max"))
+        min_delta = check_number("min_delta", min_delta, minimum=0)
         self.name = name
         self.mode: str = direction_of(name) if mode == "auto" else mode
         self.min_delta: float = float(min_delta)

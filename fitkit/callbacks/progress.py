@@ -60,7 +60,7 @@ class ProgressBar(Callback):
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        check_number("refresh_per_second", refresh_per_second, above=0)
+        refresh_per_second = check_number("refresh_per_second", refresh_per_second, above=0)
         if verbose is not None:
             chosen_verbose(verbose)
         self.verbose = verbose

@@ -94,7 +94,7 @@ class LearningRateScheduler(Callback):
     stops_alike = True
 
     def __init__(self, schedule: Callable[..., float], verbose: int = 0) -> None:
-        check_choice("verbose", verbose, (0, 1, False, True))
+        verbose = check_choice("verbose", verbose, (0, 1, False, True))
         self.schedule = schedule
         self.verbose = verbose
         self._takes_rate = _takes_rate(schedule)
@@ -189,9 +189,11 @@ class LearningRateMonitor(Callback):
         log_momentum: bool = False,
         log_weight_decay: bool = False,
     ) -> None:
-        check_choice("logging_interval", logging_interval, (None, "step", "epoch"))
-        check_flag("log_momentum", log_momentum)
-        check_flag("log_weight_decay", log_weight_decay)
+        logging_interval = check_choice(
+            "logging_interval", logging_interval, (None, "step", "epoch")
+        )
+        log_momentum = check_flag("log_momentum", log_momentum)
+        log_weight_decay = check_flag("log_weight_decay", log_weight_decay)
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
@@ -318,11 +320,11 @@ class ReduceLROnPlateau(Callback):
         cooldown: int = 0,
         min_lr: float = 0.0,
     ) -> None:
-        check_number("factor", factor, above=0, below=1)
-        check_count("patience", patience, minimum=0)
-        check_choice("verbose", verbose, (0, 1, False, True))
-        check_count("cooldown", cooldown, minimum=0)
-        check_number("min_lr", min_lr, minimum=0)
+        factor = check_number("factor", factor, above=0, below=1)
+        patience = check_count("patience", patience, minimum=0)
+        verbose = check_choice("verbose", verbose, (0, 1, False, True))
+        cooldown = check_count("cooldown", cooldown, minimum=0)
+        min_lr = check_number("min_lr", min_lr, minimum=0)
         self.monitor = monitor
         self._monitored = Monitor(monitor, mode, min_delta)
         self.factor = factor
@@ -410,10 +412,13 @@ class GradientAccumulationScheduler(Callback):
     stops_alike = True
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
-        check_epochs("scheduling", scheduling, what="numbers of batches", example="{0: 8, 4: 2}")
-        for epoch, number in scheduling.items():
-            check_count(f"scheduling[{epoch}]", number)
-        self.scheduling: dict[int, int] = dict(sorted(scheduling.items()))
+        example = "{0: 8, 4: 2}"
+        by_epoch = check_epochs(
+            "scheduling", scheduling, what="numbers of batches", example=example
+        )
+        self.scheduling: dict[int, int] = {
+            epoch: check_count(f"scheduling[{epoch}]", number) for epoch, number in by_epoch.items()
+        }
 
     def batches_in(self, epoch: int) -> int | None:
         """Return the number of batches per update in an epoch; None if the schedule doesn't say."""

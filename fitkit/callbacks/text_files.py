@@ -218,7 +218,7 @@ class CSVLogger(_EpochFile):
             raise ConfigurationError(
                 f"separator={separator!r} must be one character, like ',' or '\\t'."
             )
-        check_flag("append", append)
+        append = check_flag("append", append)
         self.separator = separator
         self.append = append
         self._file = Table(self.filename, "epoch", separator)
@@ -250,7 +250,7 @@ class JSONLogger(_EpochFile):
 
     def __init__(self, filename: str | os.PathLike[str], append: bool = False) -> None:
         self.filename: Path | str = checked_place(filename, "filename")
-        check_flag("append", append)
+        append = check_flag("append", append)
         self.append = append
         self._file = JSONLinesFile(self.filename, "epoch")
 

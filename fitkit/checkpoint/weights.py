@@ -347,8 +347,8 @@ def load_weights(
             than 64 MiB, the disk may fail, or another program may change the file after the check.
         ConfigurationError: the format is unknown, or the module has parameters without values.
     """
-    check_flag("strict", strict)
-    check_flag("skip_mismatch", skip_mismatch)
+    strict = check_flag("strict", strict)
+    skip_mismatch = check_flag("skip_mismatch", skip_mismatch)
     _check_module(module)
     with open_weights(path) as source:
         return fitting_weights(

@@ -201,7 +201,7 @@ def _tensor(value: Any, name: str) -> torch.Tensor:
     if isinstance(value, np.ma.MaskedArray):
         refuse_masked(value, name)
     _refuse_columns(value, name)
-    array = np.asarray(value)
+    array = np.asarray(value) if isinstance(value, np.ndarray) else _from_columns(value, name)
     if array.dtype in (np.longdouble, np.clongdouble):
         near = "float64" if array.dtype.kind == "f" else "complex128"
         raise ArgumentTypeError(
@@ -227,6 +227,47 @@ def _tensor(value: Any, name: str) -> torch.Tensor:
         # torch warns that it could write to a read-only array; nothing here writes.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
         return torch.from_numpy(array)
+
+
+def _from_columns(value: Any, name: str) -> np.ndarray[Any, Any]:
+    """Return the array of a data frame, a column, or what else converts to one.
+
+    Numbers in pandas' own types or in Arrow's are numbers, though NumPy sees objects. Whole numbers
+    of a frame become int64: codes of few categories are int8, which no embedding takes.
+
+    Raises:
+        ArgumentTypeError: whole numbers or flags are missing.
+    """
+    found = getattr(value, "dtypes", getattr(value, "dtype", None))
+    dtypes: dict[Any, Any] = {None: found}
+    if found is not None and hasattr(found, "items"):  # a frame's, by column
+        dtypes = dict(found.items())
+    plain = [getattr(dtype, "numpy_dtype", dtype) for dtype in dtypes.values()]
+    if plain and all(isinstance(dtype, np.dtype) and dtype.kind in "biufc" for dtype in plain):
+        common = np.result_type(*plain)
+        if plain == list(dtypes.values()):
+            array = np.asarray(value, common)
+        else:
+            _refuse_missing(value, dtypes, name)
+            filled = {"na_value": np.nan} if common.kind in "fc" else {}
+            array = value.to_numpy(dtype=common, **filled)
+    else:
+        array = np.asarray(value)
+    is_frame = hasattr(value, "dtypes")
+    return array.astype(np.int64, copy=False) if is_frame and array.dtype.kind in "iu" else array
+
+
+def _refuse_missing(value: Any, dtypes: Mapping[Any, Any], name: str) -> None:
+    """Refuse missing whole numbers and flags: only floating-point numbers can be nan."""
+    for column, dtype in dtypes.items():
+        part = value if column is None else value[column]
+        if dtype.kind in "biu" and np.asarray(part.isna()).any():
+            place = name if column is None else f"{name}[{column!r}]"
+            raise ArgumentTypeError(
+                f"{place} has the dtype {dtype} and missing values, which whole numbers and flags "
+                f"can't have. Write {place} = {place}.fillna(0), or with nan in their place "
+                f"{place} = {place}.astype('Float64')."
+            )
 
 
 def _refuse_columns(frame: Any, name: str) -> None:

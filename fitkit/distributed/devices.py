@@ -142,7 +142,7 @@ def parse_devices(devices: Any, kind: str, machine: Machine) -> tuple[int, ...]:
     visible = machine.count(kind)
 
     def refused(reason: str, code: str | None = None) -> ConfigurationError:
-        shown = f"devices={devices!r} {reason}"
+        shown = f"devices={describe(devices)} {reason}"
         if kind == "cpu":
             remedy = "On CPU write the number of processes, devices=1, or devices='auto'."
             return ConfigurationError(f"{shown}. {remedy}", code=code)

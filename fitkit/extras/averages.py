@@ -13,7 +13,7 @@ import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from fitkit import trees
-from fitkit.arguments import check_choice, check_count, check_flag, check_number
+from fitkit.arguments import check_choice, check_count, check_flag, check_number, plain
 from fitkit.buffers import Place, places_of
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.modes import kept_in_evaluation, modes_restored, to_training
@@ -232,12 +232,14 @@ class EMA(Callback):
         swap_on_epoch: bool = False,
         warmup: bool = False,
     ) -> None:
-        check_number("decay", decay, minimum=0, below=1)
-        check_count("update_every_n_steps", update_every_n_steps)
-        check_count("update_starting_at_epoch", update_starting_at_epoch, minimum=0)
-        check_flag("use_buffers", use_buffers)
-        check_flag("swap_on_epoch", swap_on_epoch)
-        check_flag("warmup", warmup)
+        decay = check_number("decay", decay, minimum=0, below=1)
+        update_every_n_steps = check_count("update_every_n_steps", update_every_n_steps)
+        update_starting_at_epoch = check_count(
+            "update_starting_at_epoch", update_starting_at_epoch, minimum=0
+        )
+        use_buffers = check_flag("use_buffers", use_buffers)
+        swap_on_epoch = check_flag("swap_on_epoch", swap_on_epoch)
+        warmup = check_flag("warmup", warmup)
         self.decay = decay
         self.update_every_n_steps = update_every_n_steps
         self.update_starting_at_epoch = update_starting_at_epoch
@@ -423,14 +425,17 @@ class StochasticWeightAveraging(Callback):
         annealing_strategy: str = "cos",
         bn_data: Iterable[Any] | None = None,
     ) -> None:
-        for rate in swa_lrs if isinstance(swa_lrs, (list, tuple)) else [swa_lrs]:
-            check_number("swa_lrs", rate, above=0)
-        if isinstance(swa_epoch_start, float):
-            check_number("swa_epoch_start", swa_epoch_start, minimum=0, below=1)
+        if isinstance(swa_lrs, (list, tuple)):
+            swa_lrs = [check_number("swa_lrs", rate, above=0) for rate in swa_lrs]
         else:
-            check_count("swa_epoch_start", swa_epoch_start, minimum=0)
-        check_count("annealing_epochs", annealing_epochs, minimum=0)
-        check_choice("annealing_strategy", annealing_strategy, tuple(CURVES))
+            swa_lrs = check_number("swa_lrs", swa_lrs, above=0)
+        swa_epoch_start = plain(swa_epoch_start)
+        if isinstance(swa_epoch_start, float):
+            swa_epoch_start = check_number("swa_epoch_start", swa_epoch_start, minimum=0, below=1)
+        else:
+            swa_epoch_start = check_count("swa_epoch_start", swa_epoch_start, minimum=0)
+        annealing_epochs = check_count("annealing_epochs", annealing_epochs, minimum=0)
+        annealing_strategy = check_choice("annealing_strategy", annealing_strategy, tuple(CURVES))
         # Not `iter(bn_data)`: a DataLoader would draw from the training's random numbers.
         is_spent = hasattr(bn_data, "__next__")
         if bn_data is not None and (is_spent or not isinstance(bn_data, Iterable)):

@@ -57,9 +57,9 @@ def pad(
         [tensor([[5, 6, 7],
                 [8, 0, 0]]), tensor([0, 1])]
     """
-    check_count("multiple_of", multiple_of)
-    check_choice("side", side, ("right", "left"))
-    check_flag("lengths", lengths)
+    multiple_of = check_count("multiple_of", multiple_of)
+    side = check_choice("side", side, ("right", "left"))
+    lengths = check_flag("lengths", lengths)
     return functools.partial(
         padded, value=value, labels=labels, multiple_of=multiple_of, side=side, lengths=lengths
     )
@@ -181,9 +181,9 @@ def pack(
         >>> targets.tolist()
         [[6, 7, 8, 2, 3, -100]]
     """
-    check_count("length", length)
-    check_choice("mask", mask, (None, "causal", "full"))
-    check_count("rows", rows, optional=True)
+    length = check_count("length", length)
+    mask = check_choice("mask", mask, (None, "causal", "full"))
+    rows = check_count("rows", rows, optional=True)
     return functools.partial(_packed, length=length, value=value, mask=mask, rows=rows)
 
 
@@ -305,12 +305,12 @@ class BucketBatchSampler:
         drop_last: bool = False,
         seed: int = 0,
     ) -> None:
-        check_count("batch_size", batch_size, optional=True)
-        check_count("max_tokens", max_tokens, optional=True)
-        check_count("window", window)
-        check_count("seed", seed, minimum=0)
-        check_flag("shuffle", shuffle)
-        check_flag("drop_last", drop_last)
+        batch_size = check_count("batch_size", batch_size, optional=True)
+        max_tokens = check_count("max_tokens", max_tokens, optional=True)
+        window = check_count("window", window)
+        seed = check_count("seed", seed, minimum=0)
+        shuffle = check_flag("shuffle", shuffle)
+        drop_last = check_flag("drop_last", drop_last)
         if (batch_size is None) == (max_tokens is None):
             raise ConfigurationError(
                 f"BucketBatchSampler got batch_size={batch_size} and max_tokens={max_tokens}. Give "

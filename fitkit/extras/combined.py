@@ -78,7 +78,7 @@ class CombinedLoader(ReadByItself):
                 "mode='sequential' is one loader after the other: give fit a DataLoader over a "
                 "torch.utils.data.ConcatDataset, and call evaluate once for each loader."
             )
-        check_choice("mode", mode, MODES)
+        mode = check_choice("mode", mode, MODES)
         self.loaders: Any = loaders
         self.mode = mode
         named = loaders.items() if isinstance(loaders, Mapping) else enumerate(loaders)
@@ -107,9 +107,7 @@ class CombinedLoader(ReadByItself):
             if names is not None:
                 wanted = f"a dict with a number for each of {', '.join(map(repr, names))}"
             raise ConfigurationError(f"weights must be {wanted}, as there are loaders.")
-        for weight in weights:
-            check_number("weights", weight, above=0)
-        return [float(weight) for weight in weights]
+        return [float(check_number("weights", weight, above=0)) for weight in weights]
 
     @property
     def parts(self) -> list[Any]:

@@ -77,8 +77,8 @@ class Distillation(Loss):
         temperature: float = 2.0,
         hard: str | Callable[..., Any] = "cross_entropy",
     ) -> None:
-        check_number("alpha", alpha, minimum=0, maximum=1)
-        check_number("temperature", temperature, above=0)
+        alpha = check_number("alpha", alpha, minimum=0, maximum=1)
+        temperature = check_number("temperature", temperature, above=0)
         self.alpha: float = float(alpha)
         self.temperature: float = float(temperature)
         self.hard: Loss = resolve(hard)

@@ -58,9 +58,9 @@ class EvaluateEvery(Callback):
                 f"x is a {type(x).__name__}, which can be read only once. Give arrays, a Dataset, "
                 "a DataLoader or a list of batches."
             )
-        check_count("every", every)
-        check_count("batch_size", batch_size)
-        check_count("steps", steps, optional=True)
+        every = check_count("every", every)
+        batch_size = check_count("batch_size", batch_size)
+        steps = check_count("steps", steps, optional=True)
         if not isinstance(name, str) or not name:
             raise ArgumentTypeError(
                 f"name={describe(name)} must be a string, which begins the names in the logs."

@@ -194,14 +194,20 @@ class BackboneFinetuning(_Freezing):
         verbose: bool = False,
         backbone: str = "backbone",
     ) -> None:
-        check_count("unfreeze_backbone_at_epoch", unfreeze_backbone_at_epoch, minimum=0)
+        unfreeze_backbone_at_epoch = check_count(
+            "unfreeze_backbone_at_epoch", unfreeze_backbone_at_epoch, minimum=0
+        )
         if not callable(lambda_func):
             raise ArgumentTypeError(f"lambda_func={describe(lambda_func)} must be callable.")
-        check_number("backbone_initial_ratio_lr", backbone_initial_ratio_lr, above=0)
-        check_number("backbone_initial_lr", backbone_initial_lr, above=0, optional=True)
-        check_flag("should_align", should_align)
-        check_flag("train_bn", train_bn)
-        check_flag("verbose", verbose)
+        backbone_initial_ratio_lr = check_number(
+            "backbone_initial_ratio_lr", backbone_initial_ratio_lr, above=0
+        )
+        backbone_initial_lr = check_number(
+            "backbone_initial_lr", backbone_initial_lr, above=0, optional=True
+        )
+        should_align = check_flag("should_align", should_align)
+        train_bn = check_flag("train_bn", train_bn)
+        verbose = check_flag("verbose", verbose)
         if not isinstance(backbone, str) or not backbone:
             raise ArgumentTypeError(f"backbone={describe(backbone)} must be a module's name.")
         self.unfreeze_backbone_at_epoch = unfreeze_backbone_at_epoch
@@ -313,9 +319,9 @@ class GradualUnfreezing(_Freezing):
                 f"stages={describe(stages)} must be a dict of epochs and module names, like "
                 '{1: "layer4", 3: {"layer3": 1e-4}}.'
             )
-        check_number("ratio_lr", ratio_lr, above=0)
-        check_flag("train_bn", train_bn)
-        check_flag("verbose", verbose)
+        ratio_lr = check_number("ratio_lr", ratio_lr, above=0)
+        train_bn = check_flag("train_bn", train_bn)
+        verbose = check_flag("verbose", verbose)
         read = ((_epoch(epoch), _rates(epoch, named)) for epoch, named in stages.items())
         self.stages: dict[int, dict[str, float | None]] = dict(sorted(read))
         self.ratio_lr = ratio_lr
@@ -417,5 +423,5 @@ def _rates(epoch: Any, named: Any) -> dict[str, float | None]:
                 f"stages[{epoch}]={describe(named)} must be a module's name, a list of names or a "
                 "dict of names and rates."
             )
-        check_number(f"stages[{epoch}][{name!r}]", rate, above=0, optional=True)
+        rates[name] = check_number(f"stages[{epoch}][{name!r}]", rate, above=0, optional=True)
     return rates

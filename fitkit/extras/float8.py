@@ -65,8 +65,8 @@ class Float8Mixed(BFloat16Mixed):
     name = FLOAT8
 
     def __init__(self, *, emulate: bool = False, every_layer: bool = False) -> None:
-        check_flag("emulate", emulate)
-        check_flag("every_layer", every_layer)
+        emulate = check_flag("emulate", emulate)
+        every_layer = check_flag("every_layer", every_layer)
         self.emulate = emulate
         self.every_layer = every_layer
 

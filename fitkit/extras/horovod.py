@@ -51,8 +51,8 @@ class Horovod(DDP):
         timeout: float | timedelta | None = None,
         output: str | None = None,
     ) -> None:
-        check_choice("engine", engine, ("torch", "horovod"))
-        check_choice("compression", compression, (None, "fp16"))
+        engine = check_choice("engine", engine, ("torch", "horovod"))
+        compression = check_choice("compression", compression, (None, "fp16"))
         hook: Callable[..., Any] | str | None = compression if engine == "torch" else None
         super().__init__(process_group_backend, timeout, comm_hook=hook, output=output)
         self.averager = engine

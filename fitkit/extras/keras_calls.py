@@ -76,8 +76,9 @@ class CompiledCall:
 
         give_own_code(call)
         arguments = with_passes(self._options)
-        backend = Backend(arguments.get("backend", "inductor"), self._give_up)
-        return compiled(call, **{**arguments, "backend": backend, "fullgraph": True})
+        name = arguments.pop("backend", "inductor")
+        backend = Backend(name, CompiledCall._give_up, self)
+        return compiled(call, backend, **{**arguments, "fullgraph": True})
 
     def _give_up(self, why: UncompiledError) -> None:
         if not self._is_given_up:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -29,6 +30,7 @@ from fitkit.extras.deepspeed import DeepSpeed, bucket_of
 from fitkit.extras.distillation import teachers_of
 from fitkit.extras.dp import DP
 from fitkit.extras.parallel.tensor import divided_in
+from fitkit.extras.summary import number_type
 from fitkit.extras.tune import untouched
 from fitkit.model import Model
 from fitkit.printing import say
@@ -41,8 +43,11 @@ from fitkit.seams import (
     MixedPrecision,
     SingleDevice,
     Strategy,
+    as_tensors,
     blocks_of,
     check_trainable,
+    is_array,
+    made_dense,
     named_strategy,
     unpacker_of,
 )
@@ -156,10 +161,11 @@ def plan(
             f"model={describe(model)} must be a compiled fitkit.Model, because its optimizer, loss "
             "and precision count. Write fitkit.Model(net) and compile it."
         )
-    check_count("devices", devices)
-    check_count("num_nodes", num_nodes)
+    devices = check_count("devices", devices)
+    num_nodes = check_count("num_nodes", num_nodes)
     check_trainable(model._fitkit.compilation.trained(model).learning())
     _check_batch(batch)
+    batch = _read(batch, model)
     given = [strategy] if isinstance(strategy, (str, Strategy)) else strategy
     if not isinstance(given, Sequence):
         raise ArgumentTypeError(
@@ -359,6 +365,18 @@ def _check_batch(batch: Any) -> None:
             f"batch={describe(batch)} must be one batch of tensors or arrays, as one process gets "
             "it in a step: (x, y), or next(iter(loader))."
         )
+
+
+def _read(batch: Any, model: Model) -> Any:
+    """Return a batch with data frames, and what else converts to arrays, as tensors."""
+    dtype = number_type(model)
+
+    def as_tensor(leaf: Any) -> Any:
+        if isinstance(leaf, (torch.Tensor, np.ndarray)) or not is_array(leaf):
+            return leaf
+        return made_dense(as_tensors(leaf, "batch", dtype))
+
+    return trees.map_leaves(as_tensor, batch)
 
 
 def _by_name(strategies: list[Strategy]) -> dict[str, Strategy]:

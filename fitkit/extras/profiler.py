@@ -90,8 +90,8 @@ class Profiler(Callback):
     each_batch = True  # within a group, nothing tells the data's time from the step's
 
     def __init__(self, every: int = 1, log: bool = False) -> None:
-        check_count("every", every, minimum=0)
-        check_flag("log", log)
+        every = check_count("every", every, minimum=0)
+        log = check_flag("log", log)
         self.every = every
         self.log = log
         self.seconds: dict[str, float] = {}

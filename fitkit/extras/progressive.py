@@ -57,17 +57,19 @@ class Progressive(Callback, BatchTransform, SetsBatchSize):
         *,
         batch_size: Mapping[int, int | None] | None = None,
     ) -> None:
+        sizes, numbers = {}, {}
         if size is not None or batch_size is None:
-            check_epochs("size", size, what="sizes", example="{0: 128, 10: 224}")
+            sizes = check_epochs("size", size, what="sizes", example="{0: 128, 10: 224}")
         if batch_size is not None:
-            check_epochs("batch_size", batch_size, what="sizes", example="{0: 256, 10: 64}")
-            for epoch, samples in batch_size.items():
-                check_count(f"batch_size[{epoch}]", samples, optional=True)
+            example = "{0: 256, 10: 64}"
+            numbers = check_epochs("batch_size", batch_size, what="sizes", example=example)
         self.size: dict[int, tuple[int, int] | None] = {
-            epoch: None if given is None else _pair(epoch, given)
-            for epoch, given in sorted((size or {}).items())
+            epoch: None if given is None else _pair(epoch, given) for epoch, given in sizes.items()
         }
-        self.batch_size: dict[int, int | None] = dict(sorted((batch_size or {}).items()))
+        self.batch_size: dict[int, int | None] = {
+            epoch: check_count(f"batch_size[{epoch}]", samples, optional=True)
+            for epoch, samples in numbers.items()
+        }
         self.changes_batches: bool = bool(self.size)
 
     def size_in(self, epoch: int) -> tuple[int, int] | None:
@@ -91,11 +93,14 @@ class Progressive(Callback, BatchTransform, SetsBatchSize):
             )
         if tuple(x.shape[-2:]) == size:
             return x, y
-        return F.interpolate(x, size, mode="bilinear", antialias=True), y
+        try:
+            resized = F.interpolate(x, size, mode="bilinear", antialias=True)
+        except NotImplementedError:  # a CPU lacks it for half precision
+            wide = F.interpolate(x.float(), size, mode="bilinear", antialias=True)
+            resized = wide.to(x.dtype)
+        return resized, y
 
 
 def _pair(epoch: int, size: int | tuple[int, int]) -> tuple[int, int]:
     height, width = size if isinstance(size, (tuple, list)) and len(size) == 2 else (size, size)
-    check_count(f"size[{epoch}]", height)
-    check_count(f"size[{epoch}]", width)
-    return int(height), int(width)
+    return check_count(f"size[{epoch}]", height), check_count(f"size[{epoch}]", width)

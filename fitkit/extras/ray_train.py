@@ -51,7 +51,7 @@ class RayTrainReport(Callback):
     comes_last = True
 
     def __init__(self, save_freq: int | None = 1) -> None:
-        check_count("save_freq", save_freq, optional=True)
+        save_freq = check_count("save_freq", save_freq, optional=True)
         self.save_freq = save_freq
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 

@@ -73,8 +73,8 @@ class Timer(Callback):
         interval: str = "step",
         verbose: bool = True,
     ) -> None:
-        check_choice("interval", interval, ("step", "epoch"))
-        check_flag("verbose", verbose)
+        interval = check_choice("interval", interval, ("step", "epoch"))
+        verbose = check_flag("verbose", verbose)
         self.duration_s: float | None = None if duration is None else seconds_of(duration)
         self.interval = interval
         self.verbose = verbose
@@ -95,7 +95,7 @@ class Timer(Callback):
                 before a checkpoint. `"validate"`: its validations so far. `"test"`: the last
                 `evaluate`.
         """
-        check_choice("stage", stage, ("train", "validate", "test"))
+        stage = check_choice("stage", stage, ("train", "validate", "test"))
         if stage != "train":
             began_s = self._pass_began_s
             runs_s = 0.0 if began_s is None or stage != self._stage else self._clock() - began_s
@@ -259,13 +259,13 @@ class ThroughputMonitor(Callback):
         tokens: bool | int | Callable[[Any], Any] | None = None,
         peak_flops: float | None = None,
     ) -> None:
-        check_count("window_size", window_size, minimum=2)
+        window_size = check_count("window_size", window_size, minimum=2)
         for name, value in (("separator", separator), ("prefix", prefix)):
             if not isinstance(value, str):
                 raise ArgumentTypeError(f"{name}={describe(value)} must be a string.")
         if tokens is not None and not isinstance(tokens, bool) and not callable(tokens):
-            check_count("tokens", tokens)
-        check_number("peak_flops", peak_flops, above=0, optional=True)
+            tokens = check_count("tokens", tokens)
+        peak_flops = check_number("peak_flops", peak_flops, above=0, optional=True)
         self.window_size = window_size
         self.separator = separator
         self.prefix = prefix
@@ -464,8 +464,8 @@ class DeviceStatsMonitor(Callback):
     stops_alike = True
 
     def __init__(self, cpu_stats: bool | None = None, log_gpu_memory: str | None = None) -> None:
-        check_flag("cpu_stats", cpu_stats, optional=True)
-        check_choice("log_gpu_memory", log_gpu_memory, (None, "all", "min_max"))
+        cpu_stats = check_flag("cpu_stats", cpu_stats, optional=True)
+        log_gpu_memory = check_choice("log_gpu_memory", log_gpu_memory, (None, "all", "min_max"))
         self.cpu_stats = cpu_stats
         self.log_gpu_memory = log_gpu_memory
         self._began = (0.0, 0.0)

@@ -57,8 +57,8 @@ class StochasticDepth(Callback):
     stops_alike = True
 
     def __init__(self, rate: float = 0.1, ramp_epochs: int = 1) -> None:
-        check_number("rate", rate, minimum=0, below=1)
-        check_count("ramp_epochs", ramp_epochs)
+        rate = check_number("rate", rate, minimum=0, below=1)
+        ramp_epochs = check_count("ramp_epochs", ramp_epochs)
         self.rate = rate
         self.ramp_epochs = ramp_epochs
 

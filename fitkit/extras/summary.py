@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -27,6 +26,7 @@ from fitkit.extras.distillation import teachers_of
 from fitkit.extras.layer_depths import scales_of
 from fitkit.modes import modes_restored
 from fitkit.random_states import kept_random_numbers
+from fitkit.seams import as_tensors, is_array, made_dense
 from fitkit.tensors import human_bytes
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def summarize(
     """
     if not isinstance(net, nn.Module):
         raise ArgumentTypeError(f"net={describe(net)} must be a torch.nn.Module.")
-    check_count("depth", depth, optional=True)
+    depth = check_count("depth", depth, optional=True)
     sizes = (0, "")
     if example is not None or input_shape is not None:
         example = example_batch(example, input_shape, net)
@@ -591,7 +591,7 @@ def example_batch(example: Any, input_shape: Any, net: nn.Module) -> Any:
 
     Args:
         example: a batch of inputs: a tensor or array, or a tree of them; None where a shape is
-            given. Its float64 takes the net's number type.
+            given. Arrays are read as `predict` reads them.
         input_shape: the shape of one sample, as `(1, 28, 28)`; a dict or tuple of shapes for
             several inputs. The batch is one sample of zeros.
         net: whose device and number type count.
@@ -632,17 +632,15 @@ def number_type(net: nn.Module) -> torch.dtype:
 
 
 def prepared(example: Any, net: nn.Module) -> Any:
-    """Return the example as tensors on the net's device; float64 takes the net's number type."""
+    """Return the example as tensors on the net's device, read as `predict` reads arrays."""
     weights = next(iter([*net.parameters(), *net.buffers()]), None)
     device = None if weights is None else weights.device
     dtype = number_type(net)
 
     def as_tensor(leaf: Any) -> Any:
-        if isinstance(leaf, np.ndarray):
-            leaf = torch.as_tensor(leaf)
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return leaf.to(device, dtype if leaf.dtype == torch.float64 else leaf.dtype)
+        if is_array(leaf) and (not isinstance(leaf, torch.Tensor) or leaf.ndim):
+            leaf = made_dense(as_tensors(leaf, "example", dtype))
+        return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
 
     # The net may write into its inputs.
     example = trees.cloned(trees.map_leaves(as_tensor, example))

@@ -29,9 +29,9 @@ class _Mixing(BatchTransform):
     """
 
     def __init__(self, alpha: float, *, p: float = 1.0, classes: int | None = None) -> None:
-        check_number("alpha", alpha, above=0)
-        check_number("p", p, minimum=0, maximum=1)
-        check_count("classes", classes, optional=True)
+        alpha = check_number("alpha", alpha, above=0)
+        p = check_number("p", p, minimum=0, maximum=1)
+        classes = check_count("classes", classes, optional=True)
         self.alpha = alpha
         self.p = p
         self.classes = classes
@@ -215,11 +215,11 @@ class RandomErasing(BatchTransform):
         ratio: tuple[float, float] = (0.3, 3.3),
         value: float = 0.0,
     ) -> None:
-        check_number("p", p, minimum=0, maximum=1)
+        p = check_number("p", p, minimum=0, maximum=1)
         self.p = p
         self.scale: tuple[float, float] = _checked_pair("scale", scale)
         self.ratio: tuple[float, float] = _checked_pair("ratio", ratio)
-        check_number("value", value)
+        value = check_number("value", value)
         self.value = value
 
     def __repr__(self) -> str:
@@ -292,8 +292,7 @@ class OneOf(BatchTransform):
                 f"It was given {describe(transforms)}."
             )
         shares = [1.0] * len(transforms) if weights is None else [*weights]
-        for share in shares:
-            check_number("weights", share, minimum=0)
+        shares = [check_number("weights", share, minimum=0) for share in shares]
         if len(shares) != len(transforms) or not sum(shares) > 0:
             raise ConfigurationError(
                 f"weights={describe(weights)} needs a number of at least 0 for each of the "
@@ -350,9 +349,7 @@ def _checked_pair(name: str, value: Any) -> tuple[float, float]:
     """Return two numbers above 0 in order."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise ArgumentTypeError(f"{name}={describe(value)} must be two numbers: (least, largest).")
-    for number in value:
-        check_number(name, number, above=0)
-    least, largest = value
+    least, largest = (check_number(name, number, above=0) for number in value)
     if least > largest:
         raise ConfigurationError(f"{name}={describe(value)} must be (least, largest).")
     return float(least), float(largest)

@@ -183,11 +183,13 @@ def learning_rate(
         >>> found = fitkit.tune.learning_rate(model, x, x.sum(1, keepdim=True))
         >>> model.compile(learning_rate=found.suggestion)
     """
-    check_number("min_lr", min_lr, above=0)
-    check_number("max_lr", max_lr, above=min_lr)
-    check_count("num_training", num_training, minimum=SKIPPED + 3)
-    check_choice("mode", mode, ("exponential", "linear"))
-    check_number("early_stop_threshold", early_stop_threshold, above=1, optional=True)
+    min_lr = check_number("min_lr", min_lr, above=0)
+    max_lr = check_number("max_lr", max_lr, above=min_lr)
+    num_training = check_count("num_training", num_training, minimum=SKIPPED + 3)
+    mode = check_choice("mode", mode, ("exponential", "linear"))
+    early_stop_threshold = check_number(
+        "early_stop_threshold", early_stop_threshold, above=1, optional=True
+    )
     if isinstance(x, Iterator):
         raise ConfigurationError(
             f"x is a {type(x).__name__}, which can be read only once, so that fit would find it "
@@ -328,11 +330,11 @@ def batch_size(
         ConfigurationError, ArgumentTypeError: an argument is invalid, even the first size is too
             large, or x makes its own batches.
     """
-    check_choice("mode", mode, ("power", "binsearch"))
-    check_count("steps_per_trial", steps_per_trial)
-    check_count("init_val", init_val)
-    check_count("max_trials", max_trials)
-    check_count("max_val", max_val, optional=True)
+    mode = check_choice("mode", mode, ("power", "binsearch"))
+    steps_per_trial = check_count("steps_per_trial", steps_per_trial)
+    init_val = check_count("init_val", init_val)
+    max_trials = check_count("max_trials", max_trials)
+    max_val = check_count("max_val", max_val, optional=True)
     bound = _samples(x, y) // model._fitkit.compilation.strategy.data_rank_count
     bound = bound if max_val is None else min(bound, max_val)
     if init_val > bound:

@@ -31,7 +31,7 @@ class WarmSchedule(LRScheduler):
     t_in_epochs = False
 
     def __init__(self, optimizer: Optimizer, total_updates: int, floor: float = 0.0) -> None:
-        check_number("lr_scheduler's floor", floor, minimum=0, below=1)
+        floor = check_number("lr_scheduler's floor", floor, minimum=0, below=1)
         self.total_updates = total_updates
         self.floor = floor
         super().__init__(optimizer)
@@ -96,7 +96,7 @@ class WarmupPolynomial(WarmSchedule):
     def __init__(
         self, optimizer: Optimizer, total_updates: int, floor: float = 0.0, power: float = 2.0
     ) -> None:
-        check_number("lr_scheduler's power", power, above=0)
+        power = check_number("lr_scheduler's power", power, above=0)
         self.power = power
         super().__init__(optimizer, total_updates, floor)
 
@@ -130,7 +130,7 @@ class WarmupStableDecay(WarmSchedule):
     def __init__(
         self, optimizer: Optimizer, total_updates: int, floor: float = 0.0, decay: float = 0.2
     ) -> None:
-        check_number("lr_scheduler's decay", decay, above=0, below=1)
+        decay = check_number("lr_scheduler's decay", decay, above=0, below=1)
         self.decay = decay
         super().__init__(optimizer, total_updates, floor)
 

@@ -58,8 +58,8 @@ class TerminateOnNaN(Callback):
     watches_losses = True
 
     def __init__(self, raise_error: bool = False, check_every: int = 10) -> None:
-        check_flag("raise_error", raise_error)
-        check_count("check_every", check_every)
+        raise_error = check_flag("raise_error", raise_error)
+        check_every = check_count("check_every", check_every)
         self.raise_error = raise_error
         self.check_every = check_every
         self._stops = False
@@ -192,7 +192,7 @@ class NormMonitor(Callback):
     each_batch = True
 
     def __init__(self, parameters: bool = True) -> None:
-        check_flag("parameters", parameters)
+        parameters = check_flag("parameters", parameters)
         self.parameters: bool = parameters
         self.norms: list[float] = []
         self._before: list[float] = []  # of this epoch, before a resume
@@ -251,8 +251,8 @@ class _Detector(Callback):
     watches_losses = True
 
     def __init__(self, action: str, check_every: int) -> None:
-        check_choice("action", action, ("warn", "stop", "raise"))
-        check_count("check_every", check_every)
+        action = check_choice("action", action, ("warn", "stop", "raise"))
+        check_every = check_count("check_every", check_every)
         self.action = action
         self.check_every = check_every
         self._stops = False
@@ -321,9 +321,9 @@ class DetectLossSpike(_Detector):
         check_every: int = 10,
     ) -> None:
         super().__init__(action, check_every)
-        check_number("threshold", threshold, above=0)
-        check_count("window", window, minimum=4)
-        check_count("patience", patience)
+        threshold = check_number("threshold", threshold, above=0)
+        window = check_count("window", window, minimum=4)
+        patience = check_count("patience", patience)
         self.threshold = threshold
         self.window = window
         self.patience = patience
@@ -464,7 +464,7 @@ class DetectNonFinite(_Detector):
         self, action: str = "raise", check_every: int = 10, gradients: bool = True
     ) -> None:
         super().__init__(action, check_every)
-        check_flag("gradients", gradients)
+        gradients = check_flag("gradients", gradients)
         self.gradients = gradients
         self.found: str | None = None
         self._reset()

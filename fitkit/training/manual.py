@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fitkit.arguments import describe
 from fitkit.data.batches import Batch
 from fitkit.distributed.strategies import Engine, Strategy
 from fitkit.errors import ConfigurationError, warn
@@ -162,7 +163,7 @@ def check_manual(model: Module) -> None:
     ):
         if value not in (None, default):
             raise ConfigurationError(
-                f"{name}={value!r} has no effect with automatic_optimization = "
+                f"{name}={describe(value)} has no effect with automatic_optimization = "
                 "False, because training_step makes the updates. Do it there, and leave out "
                 f"{name}."
             )

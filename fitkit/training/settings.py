@@ -12,7 +12,15 @@ from typing import Literal, TypeAlias, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from fitkit.arguments import check_choice, check_count, check_number, chosen_verbose, describe
+from fitkit.arguments import (
+    check_choice,
+    check_count,
+    check_number,
+    chosen_verbose,
+    describe,
+    keep_checked,
+    plain,
+)
 from fitkit.callbacks.batch_sizes import batch_sizes_among, value_in
 from fitkit.callbacks.callback_list import CallbackList, Callbacks
 from fitkit.callbacks.monitor import is_due
@@ -127,36 +135,36 @@ class FitArguments:
 
     def __post_init__(self) -> None:
         check_data_type(self.x)
-        check_count("batch_size", self.batch_size)
-        check_count("epochs", self.epochs)
-        check_count("initial_epoch", self.initial_epoch, minimum=0)
-        check_count("steps_per_epoch", self.steps_per_epoch, optional=True)
-        check_count("validation_steps", self.validation_steps, optional=True)
-        check_count("validation_batch_size", self.validation_batch_size, optional=True)
-        check_number("validation_split", self.validation_split, minimum=0, below=1)
+        keep_checked(self, check_count, "batch_size", "epochs")
+        keep_checked(self, check_count, "initial_epoch", minimum=0)
+        optional = "steps_per_epoch", "validation_steps", "validation_batch_size"
+        keep_checked(self, check_count, *optional, optional=True)
+        keep_checked(self, check_number, "validation_split", minimum=0, below=1)
+        vars(self)["verbose"] = plain(self.verbose)
         chosen_verbose(self.verbose)
-        check_choice("shuffle", self.shuffle, (True, False, "batch"))
-        self._check_validation_freq()
+        keep_checked(self, check_choice, "shuffle", choices=(True, False, "batch"))
+        vars(self)["validation_freq"] = self._checked_validation_freq()
         weights = None if self.class_weight is None else ClassWeights(self.class_weight)
         vars(self).update(callback_list=CallbackList(self.callbacks), weights_by_class=weights)
 
-    def _check_validation_freq(self) -> None:
-        frequency = self.validation_freq
+    def _checked_validation_freq(self) -> float | Collection[int] | Mapping[str, int]:
+        frequency = plain(self.validation_freq)
         if isinstance(frequency, dict):
             if list(frequency) != ["batches"]:
                 raise ConfigurationError(
                     f"validation_freq={describe(frequency)}: a dict says after how many batches, "
                     'like {"batches": 100}.'
                 )
-            check_count("validation_freq's batches", frequency["batches"])
-        elif isinstance(frequency, numbers.Real) and not isinstance(frequency, numbers.Integral):
+            return {"batches": check_count("validation_freq's batches", frequency["batches"])}
+        if isinstance(frequency, numbers.Real) and not isinstance(frequency, numbers.Integral):
             if not 0 < float(frequency) <= 1:
                 raise ConfigurationError(
                     f"validation_freq={describe(frequency)}: a fraction of the epoch is above 0 "
                     'and at most 1. Write an int for every so many epochs, {"batches": 100} for '
                     "every so many batches."
                 )
-        elif isinstance(frequency, (list, tuple, set)):
+            return float(frequency)
+        if isinstance(frequency, (list, tuple, set)):
             if not all(
                 isinstance(epoch, numbers.Integral)
                 and not isinstance(epoch, bool)
@@ -166,8 +174,8 @@ class FitArguments:
                 raise ConfigurationError(
                     f"validation_freq={describe(frequency)}: a list holds epoch numbers from 1."
                 )
-        else:
-            check_count("validation_freq", frequency)
+            return [int(epoch) for epoch in frequency]
+        return check_count("validation_freq", frequency)
 
     @property
     def validates_within_epochs(self) -> bool:
@@ -352,8 +360,9 @@ class EvaluateArguments:
 
     def __post_init__(self) -> None:
         check_data_type(self.x)
-        check_count("batch_size", self.batch_size)
-        check_count("steps", self.steps, optional=True)
+        keep_checked(self, check_count, "batch_size")
+        keep_checked(self, check_count, "steps", optional=True)
+        vars(self)["verbose"] = plain(self.verbose)
         chosen_verbose(self.verbose)
         vars(self)["callback_list"] = CallbackList(self.callbacks)
 

@@ -29,6 +29,7 @@ from fitkit.module import Module
 from fitkit.optimizer_copies import with_inner
 from fitkit.optimizers import (
     OptimizerList,
+    check_changeable,
     check_trainable,
     fuse,
     held_by,
@@ -107,7 +108,9 @@ def updates_for(
 
 def ready_optimizers(model: Module) -> list[Optimizer]:
     """Return the model's optimizers, with states that match the parameters, ready for a step."""
-    check_trainable(model._fitkit.compilation.trained(model).learning())
+    trained = model._fitkit.compilation.trained(model)
+    check_trainable(trained.learning())
+    check_changeable(model._weights_module(), *trained.beside.values())
     optimizers: list[Optimizer] = model._made_optimizers()
     is_named, guest = _is_named(model), guest_of(model)
     for optimizer in optimizers:

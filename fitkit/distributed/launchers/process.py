@@ -40,7 +40,7 @@ _one_at_a_time = threading.Lock()
 
 def check_output(output: str | None) -> None:
     """Refuse what isn't one of the choices; None leaves the choice to the environment."""
-    check_choice("output", output, (None, *OUTPUTS))
+    output = check_choice("output", output, (None, *OUTPUTS))
 
 
 def shows_all(output: str | None, environment: Mapping[str, str] = os.environ) -> bool:

@@ -258,7 +258,7 @@ WITHOUT_FORWARD = (
 def check_wrap(wrap: Any) -> None:
     """Refuse what says of no submodule whether it is gathered apart."""
     if wrap is None or isinstance(wrap, str):
-        check_choice("wrap", wrap, ("blocks", None))
+        wrap = check_choice("wrap", wrap, ("blocks", None))
     elif are_module_classes(wrap):
         return
     elif isinstance(wrap, (tuple, bool)) or not isinstance(wrap, int):
@@ -267,7 +267,7 @@ def check_wrap(wrap: Any) -> None:
             "tuple of module classes, or None."
         )
     else:
-        check_count("wrap", wrap)
+        wrap = check_count("wrap", wrap)
 
 
 def blocks_of(module: nn.Module, wrap: Any) -> list[nn.Module]:

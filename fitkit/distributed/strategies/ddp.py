@@ -89,13 +89,15 @@ class DDP(Strategy):
         output: str | None = None,
     ) -> None:
         super().__init__()
-        check_choice("process_group_backend", process_group_backend, (None, "nccl", "gloo"))
+        process_group_backend = check_choice(
+            "process_group_backend", process_group_backend, (None, "nccl", "gloo")
+        )
         if not isinstance(timeout, timedelta):
-            check_number("timeout", timeout, above=0, optional=True)
-        check_flag("find_unused_parameters", find_unused_parameters)
-        check_flag("static_graph", static_graph)
-        check_flag("gradient_as_bucket_view", gradient_as_bucket_view)
-        check_count("bucket_cap_mb", bucket_cap_mb, optional=True)
+            timeout = check_number("timeout", timeout, above=0, optional=True)
+        find_unused_parameters = check_flag("find_unused_parameters", find_unused_parameters)
+        static_graph = check_flag("static_graph", static_graph)
+        gradient_as_bucket_view = check_flag("gradient_as_bucket_view", gradient_as_bucket_view)
+        bucket_cap_mb = check_count("bucket_cap_mb", bucket_cap_mb, optional=True)
         check_hook(comm_hook, comm_hook_state)
         check_output(output)
         self.output = output

@@ -102,9 +102,9 @@ class FSDP(DDP):
         super().__init__(process_group_backend, timeout, output=output)
         check_wrap(wrap)
         check_blocks("activation_checkpointing", activation_checkpointing)
-        check_flag("reshard_after_forward", reshard_after_forward)
-        check_count("shard_size", shard_size, minimum=2, optional=True)
-        check_count("tensor_parallel", tensor_parallel)
+        reshard_after_forward = check_flag("reshard_after_forward", reshard_after_forward)
+        shard_size = check_count("shard_size", shard_size, minimum=2, optional=True)
+        tensor_parallel = check_count("tensor_parallel", tensor_parallel)
         if tensor_parallel > 1 or tensor_parallel_plan is not None:
             from fitkit.extras.parallel.tensor import check_plan
 
@@ -113,14 +113,14 @@ class FSDP(DDP):
             raise ConfigurationError(
                 "shard_size and tensor_parallel each divide the ranks into groups. Give one."
             )
-        check_count("context_parallel", context_parallel)
+        context_parallel = check_count("context_parallel", context_parallel)
         if tensor_parallel > 1 and context_parallel > 1:
             raise ConfigurationError(
                 "tensor_parallel and context_parallel each let neighbouring ranks compute a batch "
                 "together. Give one."
             )
-        check_flag("cpu_offload", cpu_offload)
-        check_flag("backup", backup)
+        cpu_offload = check_flag("cpu_offload", cpu_offload)
+        backup = check_flag("backup", backup)
         self.wrap = wrap
         self.reshard_after_forward = reshard_after_forward
         self.shard_size = shard_size

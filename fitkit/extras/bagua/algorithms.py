@@ -39,8 +39,8 @@ class PostLocalSGD(Algorithm):
     keeps_apart = True
 
     def __init__(self, warmup_steps: int = 100, period: int = 4) -> None:
-        check_count("warmup_steps", warmup_steps, minimum=0)
-        check_count("period", period)
+        warmup_steps = check_count("warmup_steps", warmup_steps, minimum=0)
+        period = check_count("period", period)
         self.warmup_steps = warmup_steps
         self.period = period
         self.wraps: bool = warmup_steps > 0
@@ -79,8 +79,10 @@ class Decentralized(Algorithm):
     wraps = False
 
     def __init__(self, peer_selection_mode: str = "all", communication_interval: int = 1) -> None:
-        check_choice("peer_selection_mode", peer_selection_mode, ("all", "shift_one"))
-        check_count("communication_interval", communication_interval)
+        peer_selection_mode = check_choice(
+            "peer_selection_mode", peer_selection_mode, ("all", "shift_one")
+        )
+        communication_interval = check_count("communication_interval", communication_interval)
         self.peer_selection_mode = peer_selection_mode
         self.communication_interval = communication_interval
 
@@ -195,8 +197,8 @@ class Asynchronous(Algorithm):
     _began_s = 0.0
 
     def __init__(self, sync_interval_ms: float = 500.0, warmup_steps: int = 0) -> None:
-        check_number("sync_interval_ms", sync_interval_ms, minimum=0)
-        check_count("warmup_steps", warmup_steps, minimum=0)
+        sync_interval_ms = check_number("sync_interval_ms", sync_interval_ms, minimum=0)
+        warmup_steps = check_count("warmup_steps", warmup_steps, minimum=0)
         self.sync_interval_ms = sync_interval_ms
         self.warmup_steps = warmup_steps
         self.wraps: bool = warmup_steps > 0

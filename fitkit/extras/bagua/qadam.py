@@ -171,20 +171,19 @@ class QAdamOptimizer(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        check_number("lr", lr, minimum=0)
-        check_count("warmup_steps", warmup_steps)
-        check_number("eps", eps, minimum=0)
-        check_number("weight_decay", weight_decay, minimum=0)
+        lr = check_number("lr", lr, minimum=0)
+        warmup_steps = check_count("warmup_steps", warmup_steps)
+        eps = check_number("eps", eps, minimum=0)
+        weight_decay = check_number("weight_decay", weight_decay, minimum=0)
         if not isinstance(betas, (tuple, list)) or len(betas) != 2:
             raise ArgumentTypeError(f"betas={betas!r} must be a pair, like (0.9, 0.999).")
-        for beta in betas:
-            check_number("betas", beta, minimum=0, below=1)
+        pair = tuple(check_number("betas", beta, minimum=0, below=1) for beta in betas)
         super().__init__(
             params,
             {
                 "lr": lr,
                 "warmup_steps": warmup_steps,
-                "betas": tuple(betas),
+                "betas": pair,
                 "eps": eps,
                 "weight_decay": weight_decay,
                 "steps": 0,  # made so far

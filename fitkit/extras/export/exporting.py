@@ -60,9 +60,9 @@ def export(
         CheckpointError: the file can't be written; one that was there is untouched.
     """
     chosen = _chosen(path, format)
-    check_flag("dynamic_batch", dynamic_batch)
-    check_flag("check", check)
-    check_count("opset_version", opset_version, optional=True)
+    dynamic_batch = check_flag("dynamic_batch", dynamic_batch)
+    check = check_flag("check", check)
+    opset_version = check_count("opset_version", opset_version, optional=True)
     if opset_version is not None and not chosen.has_opsets:
         raise ConfigurationError(f"opset_version is for format='onnx', not {chosen.name!r}.")
     if any(map(is_lazy, [*net.parameters(), *net.buffers()])):

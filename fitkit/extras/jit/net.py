@@ -8,13 +8,13 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from fitkit.arguments import describe
 from fitkit.errors import ConfigurationError, warn
 from fitkit.extras.jit.passes import with_passes
 from fitkit.extras.jit.proof import Backend, MisfitError
@@ -49,7 +49,7 @@ class JitNet:
             torch.compile(call, **copy.deepcopy(arguments))  # refuses what it doesn't know
         except Exception as error:
             raise ConfigurationError(
-                f"jit_compile={options!r} isn't accepted by torch.compile: {error}"
+                f"jit_compile={describe(options)} isn't accepted by torch.compile: {error}"
             ) from error
 
     def compile(self, model: Module) -> None:
@@ -71,11 +71,12 @@ class JitNet:
         """
         failures: list[Exception] = []
         arguments = with_passes(self._options)
-        backend = Backend(arguments.get("backend", "inductor"), partial(self.give_up, model))
+        backend = Backend(arguments.pop("backend", "inductor"), self.give_up, model)
         compiled_call = compiled(
             call,
+            backend,
             None if arguments.get("fullgraph") else failures.append,  # the user wants the error
-            **{**arguments, "backend": backend},
+            **arguments,
         )
 
         def with_last_resort(*args: Any, **kwargs: Any) -> Any:

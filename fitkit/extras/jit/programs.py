@@ -184,16 +184,14 @@ class Programs:
             own = {**ON_CPU, "post_grad_custom_post_pass": faster()}
             own |= TOGETHER_ON_CPU if count > 1 else {}
         options = with_passes(self._options, own)
-        backend: str = options.get("backend", "inductor")
+        name: str = options.pop("backend", "inductor")
         options["fullgraph"] = True
         # With None, numbers that change (batch_idx) become dynamic, and shapes stay fixed.
         options.setdefault("dynamic", True if shapes is None else None)
         if most or (shapes is not None and device == "cpu"):
-            self._graphs[key] = GraphCalls(backend, options.pop("options", None), most)
-            options["backend"] = self._graphs[key]
-        else:
-            options["backend"] = Backend(backend)
-        return compiled(program, **options)
+            graphs = self._graphs[key] = GraphCalls(name, options.pop("options", None), most)
+            return compiled(program, graphs, **options)
+        return compiled(program, Backend(name), **options)
 
 
 class UpdatePrograms:

@@ -12,6 +12,7 @@ to itself from slightly moved inputs. So a chaotic net isn't blamed.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -154,20 +155,38 @@ class Backend:
 
     Args:
         backend: torch's name for the backend, or a function.
-        refuse: as of `Proven`.
+        refuse: as of `Proven`, but with the owner as its first argument.
+        owner: whose graphs they are. Compiled graphs are among the globals of a module while
+            torch may call them, so they don't keep their owner.
     """
 
     def __init__(
-        self, backend: str | Graph, refuse: Callable[[UncompiledError], None] | None = None
+        self,
+        backend: str | Graph,
+        refuse: Callable[[Any, UncompiledError], None] | None = None,
+        owner: object = None,
     ) -> None:
         # Torch's messages have the name.
         self.__name__ = backend if isinstance(backend, str) else getattr(backend, "__name__", "")
-        self._backend, self._refuse = backend, refuse
+        self._backend = backend
+        self._refuse = None if refuse is None else _unowned(refuse, owner)
 
     def __call__(self, module: fx.GraphModule, inputs: Any, **options: Any) -> Proven:
         """Compile a graph for torch."""
         facts = facts_of(module, options.get("options"))
         return Proven(facts, compiler(self._backend, **options)(module, inputs), self._refuse)
+
+
+def _unowned(
+    refuse: Callable[[Any, UncompiledError], None], owner: object
+) -> Callable[[UncompiledError], None]:
+    owner_of = weakref.ref(owner)
+
+    def call(error: UncompiledError) -> None:
+        if (there := owner_of()) is not None:
+            refuse(there, error)
+
+    return call
 
 
 def compiler(backend: str | Graph, **options: Any) -> Graph:

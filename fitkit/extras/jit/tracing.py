@@ -9,6 +9,7 @@ is left out.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -32,31 +33,68 @@ SETTINGS = {
 
 def compiled(
     function: Callable[..., Any],
+    backend: Callable[..., Any],
     failed: Callable[[Exception], None] | None = None,
     **options: Any,
 ) -> Callable[..., Any]:
-    """Return `torch.compile(function, **options)`, traced with `SETTINGS`.
+    """Return `torch.compile(function, backend=backend, **options)`, traced with `SETTINGS`.
 
     The settings hold only while torch traces this function, also when it does so again. So calls
     cost nothing more, and what others compile is traced as ever.
 
     Args:
+        function: has a code of its own (`give_own_code`).
+        backend: it lives as long as what is returned, as does all that torch keeps of both.
         failed: takes an error of the compiler's, of any class. Then the frame that torch reads
             runs as written in this call. None: `UncompiledError` is raised instead.
     """
-    found = torch.compile(function, **options)
+    found = torch.compile(function, backend=_Unowned(backend), **options)
+    # Torch's map from compiled code to code as written has the two keep each other, and with them
+    # the graphs, which hold weights.
+    weakref.finalize(found, _forget, function.__code__).atexit = False
     inner: Any = found
     cells = dict(zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True))
     tracer = getattr(cells["self"].cell_contents, "callback", None) if "self" in cells else None
     if hasattr(tracer, TRACER):
-        setattr(tracer, TRACER, _Traced(getattr(tracer, TRACER), failed))
+        setattr(tracer, TRACER, _Traced(getattr(tracer, TRACER), backend, failed))
         return found
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with _settings(suppress_errors=failed is not None):
             return found(*args, **kwargs)
 
+    call.backend = backend  # type: ignore[attr-defined]
     return call  # this torch has the tracer elsewhere
+
+
+def _forget(code: Any) -> None:
+    """Drop what torch has compiled of a function that is gone.
+
+    Whatever lives longer and was checked by its identity, such as a class, keeps the checks.
+    """
+    from torch._dynamo import eval_frame
+
+    entries = eval_frame._debug_get_cache_entry_list(code)
+    checks = [entry.guard_manager for entry in entries]
+    eval_frame.remove_from_cache(code)
+    for one in checks:
+        vars(one).update(dict.fromkeys(vars(one)))
+
+
+class _Unowned:
+    """A backend without its owner, for torch, which keeps every backend while the process lives.
+
+    Backends know graphs, whose inputs are a model's weights.
+    """
+
+    def __init__(self, backend: Callable[..., Any]) -> None:
+        self.__name__ = backend.__name__  # torch's messages have it
+        self._backend = weakref.ref(backend)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        backend = self._backend()
+        assert backend is not None, "what it compiles is gone"
+        return backend(*args, **kwargs)
 
 
 TRACER = "_torchdynamo_orig_backend"
@@ -74,8 +112,10 @@ again. Then torch 2.13 removes each change in place of this tensor whose result 
 class _Traced:
     """Torch's function that traces a frame, with `SETTINGS`."""
 
-    def __init__(self, tracer: Any, failed: Callable[[Exception], None] | None) -> None:
-        self._tracer, self._failed = tracer, failed
+    def __init__(
+        self, tracer: Any, backend: object, failed: Callable[[Exception], None] | None
+    ) -> None:
+        self._tracer, self._backend, self._failed = tracer, backend, failed
         self._torchdynamo_orig_backend = getattr(tracer, TRACER)  # torch follows it to the backend
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +132,7 @@ class _Traced:
 
     def _clone_with_backend(self, backend: Any) -> _Traced:
         """Return what traces for another backend: for DDP's, which has a graph for each bucket."""
-        return _Traced(self._tracer._clone_with_backend(backend), self._failed)
+        return _Traced(self._tracer._clone_with_backend(backend), self._backend, self._failed)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tracer, name)

@@ -315,7 +315,7 @@ def _every(update_freq: object) -> int:
         raise ArgumentTypeError(
             f"update_freq={describe(update_freq)} must be 'epoch', 'batch' or a number of batches."
         )
-    check_count("update_freq", update_freq)
+    update_freq = check_count("update_freq", update_freq)
     return int(update_freq)
 
 

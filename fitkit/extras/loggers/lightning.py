@@ -158,7 +158,7 @@ class WandbLogger(WandB):
         step: Unit = "updates",
         **options: Any,
     ) -> None:
-        check_flag("offline", offline)
+        offline = check_flag("offline", offline)
         given = {"name": name, "dir": save_dir, "mode": "offline" if offline else None}
         given = {key: value for key, value in given.items() if value is not None}
         super().__init__(project, update_freq, step=step, **{**given, **options})

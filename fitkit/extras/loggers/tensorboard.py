@@ -84,9 +84,9 @@ class TensorBoard(Logger):
         _refuse(other)
         super().__init__(update_freq, step)
         self.log_dir: Path | str = checked_place(log_dir, "log_dir")
-        check_count("histogram_freq", histogram_freq, minimum=0)
-        check_flag("write_graph", write_graph)
-        check_flag("write_steps_per_second", write_steps_per_second)
+        histogram_freq = check_count("histogram_freq", histogram_freq, minimum=0)
+        write_graph = check_flag("write_graph", write_graph)
+        write_steps_per_second = check_flag("write_steps_per_second", write_steps_per_second)
         self.histogram_freq = histogram_freq
         self.write_graph = write_graph
         self.write_steps_per_second = write_steps_per_second

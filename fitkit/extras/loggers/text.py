@@ -29,7 +29,7 @@ class _TextLogger(Logger):
     ) -> None:
         super().__init__(update_freq, step)
         self.path: Path | str = checked_place(path)
-        check_flag("append", append)
+        append = check_flag("append", append)
         self.append = append
         self._file = self._kind(self.path, "step")
 

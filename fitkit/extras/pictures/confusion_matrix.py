@@ -107,7 +107,7 @@ def confusion_matrix(
         >>> import fitkit
         >>> figure = fitkit.pictures.confusion_matrix([0, 1, 1], [0, 1, 0], ["cat", "dog"])
     """
-    check_choice("normalize", normalize, (None, "true", "pred", "all"))
+    normalize = check_choice("normalize", normalize, (None, "true", "pred", "all"))
     counts, names = confusion_counts(y_true, y_pred, labels)
     names = [_shortened(name) for name in names]
     panel = one_panel(

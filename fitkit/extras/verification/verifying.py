@@ -89,10 +89,11 @@ def verify(
         raise ArgumentTypeError(
             f"model={describe(model)} must be a compiled fitkit.Model. Write fitkit.Model(net)."
         )
-    for name, count in (("devices", devices), ("updates", updates), ("batch_size", batch_size)):
-        check_count(name, count)
-    check_flag("verbose", verbose)
-    check_flag("jit_compile", jit_compile, optional=True)
+    devices = check_count("devices", devices)
+    updates = check_count("updates", updates)
+    batch_size = check_count("batch_size", batch_size)
+    verbose = check_flag("verbose", verbose)
+    jit_compile = check_flag("jit_compile", jit_compile, optional=True)
     check_data_type(x)
     compilation = model._fitkit.compilation
     if detect() is not None or compilation.strategy.collectives.world_size > 1:

@@ -76,6 +76,28 @@ def test_every_kind_of_data_can_be_shown(tmp_path):
     assert "\x1b" not in text
 
 
+def deep(levels, width):
+    """Lists in lists, each of which has the same one `width` times: few bytes, an endless text."""
+    found = []
+    for _ in range(levels):
+        found = [found] * width
+    return found
+
+
+@pytest.mark.parametrize(
+    "value",
+    [deep(60, 2), {"a": deep(9, 1000)}, [{"x": deep(200, 2)}] * 3, "x" * 10**6, list(range(10**5))],
+    ids=["doubled", "wide", "deep", "long", "list"],
+)
+def test_nested_hyperparameters_take_no_more_than_they_show(tmp_path, value):
+    path = tmp_path / "hostile.ckpt"
+    content = {"state_dict": {}, "epoch": value, "hyper_parameters": {"layers": value, "rate": 0.1}}
+    torch.save({**content, "pytorch-lightning_version": "2.6"}, path)
+    text = shown(path)
+    assert "hparams.layers" in text and "hparams.rate 0.1" in text
+    assert len(text) < 1500
+
+
 def test_a_name_cannot_command_the_terminal(tmp_path):
     save_weights(tmp_path / "w.h5", {"\x1b[31mred": torch.ones(1), "[bold]x[/bold]": torch.ones(1)})
     text = shown(tmp_path / "w.h5")
