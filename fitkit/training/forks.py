@@ -50,7 +50,7 @@ class Begun(popen_fork.Popen):
     def _launch(self, process_obj: Any) -> None:
         for attempt in range(TRIES):
             with _pipe() as (told, tell):
-                super()._launch(_Tells(process_obj, told, tell))
+                super()._launch(_Tells(process_obj, told, tell))  # type: ignore[misc]
                 has_begun = False
                 try:
                     has_begun = self._begins(told)
@@ -150,7 +150,7 @@ def _computed_asleep(pid: int) -> float:
 
 def _put(popen: Any) -> None:
     if hasattr(context, "ForkProcess"):  # not on Windows
-        context.ForkProcess._Popen = staticmethod(popen)
+        context.ForkProcess._Popen = staticmethod(popen)  # type: ignore[method-assign]
 
 
 def _restorer() -> Callable[[], None]:
