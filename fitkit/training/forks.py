@@ -78,7 +78,7 @@ class Begun(popen_fork.Popen):
         """
         patience, asleep_s, computed = _patience_s(), 0.0, math.nan
         # Looks are counted, not seconds: this process itself may have been stopped for a while.
-        for _ in range(round(LIMIT_S / LOOK_S)):
+        for _ in range(round(max(LIMIT_S, patience) / LOOK_S)):
             if connection.wait([told], LOOK_S) or self.poll() is not None:
                 return True  # whoever started it sees if it has ended
             before, computed = computed, _computed_asleep(self.pid)
