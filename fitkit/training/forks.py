@@ -50,7 +50,7 @@ class Begun(popen_fork.Popen):
     def _launch(self, process_obj: Any) -> None:
         for attempt in range(TRIES):
             with _pipe() as (told, tell):
-                super()._launch(_Tells(process_obj, told, tell))
+                super()._launch(_Tells(process_obj, told, tell))  # type: ignore[misc]
                 has_begun = False
                 try:
                     has_begun = self._begins(told)
@@ -78,7 +78,7 @@ class Begun(popen_fork.Popen):
         """
         patience, asleep_s, computed = _patience_s(), 0.0, math.nan
         # Looks are counted, not seconds: this process itself may have been stopped for a while.
-        for _ in range(round(LIMIT_S / LOOK_S)):
+        for _ in range(round(max(LIMIT_S, patience) / LOOK_S)):
             if connection.wait([told], LOOK_S) or self.poll() is not None:
                 return True  # whoever started it sees if it has ended
             before, computed = computed, _computed_asleep(self.pid)
@@ -150,7 +150,7 @@ def _computed_asleep(pid: int) -> float:
 
 def _put(popen: Any) -> None:
     if hasattr(context, "ForkProcess"):  # not on Windows
-        context.ForkProcess._Popen = staticmethod(popen)
+        context.ForkProcess._Popen = staticmethod(popen)  # type: ignore[method-assign]
 
 
 def _restorer() -> Callable[[], None]:
