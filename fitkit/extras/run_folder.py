@@ -236,8 +236,9 @@ class RunFolder(Callback):
         if monitored.name != self._best_by:
             self._best, self._best_by = None, monitored.name
         before = self._best
-        is_first = before is None or math.isnan(before)
-        if value is None or not (is_first or monitored.better(value, before)):
+        if value is None:
+            return
+        if before is not None and not math.isnan(before) and not monitored.better(value, before):
             return
         self._best = value
         with monitored.weights(self):
