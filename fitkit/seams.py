@@ -35,6 +35,8 @@ from fitkit.callbacks.base import (
 )
 from fitkit.callbacks.batch_sizes import SetsBatchSize, value_in
 from fitkit.callbacks.callback_list import CALLBACKS, Callbacks
+from fitkit.callbacks.checkpoint_writer import CheckpointWriter
+from fitkit.callbacks.monitor import Monitor
 from fitkit.callbacks.rates import (
     groups_of,
     optimizers_of,
@@ -248,6 +250,7 @@ __all__ = [
     "Callback",
     "Callbacks",
     "CarriedTally",
+    "CheckpointWriter",
     "Collectives",
     "CompiledLoss",
     "CompiledMetrics",
@@ -278,6 +281,7 @@ __all__ = [
     "MixedPrecision",
     "Module",
     "ModuleInPlace",
+    "Monitor",
     "Named",
     "NetAlone",
     "NoRows",

@@ -1,8 +1,14 @@
 """What holds for every test."""
 
+import signal
+
 import pytest
 
 from tests.limits import patience
+
+# A background job of a script has it ignored, and so would have all processes that tests start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)

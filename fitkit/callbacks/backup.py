@@ -163,7 +163,7 @@ class BackupAndRestore(Callback):
         if self.catch_signals:
             arrived = self._signals.arrived is not None
             self._ends = self._flag_of_any.after_step(self.model, arrived) or self._ends
-        if type(self.save_freq) is int:
+        if self.save_freq is not False and not isinstance(self.save_freq, str):
             self._since += len(batches_of_call(self, batch))
             self._due = self._due or self._since >= self.save_freq
             self._since %= self.save_freq

@@ -25,8 +25,8 @@ def run_of(model: Module) -> Run | None:
     return model._fitkit.fit_state.run
 
 
-MODELS = ("model", "_model")
-"""The attribute that holds a callback's model."""
+MODELS = ("model", "_model", "_remembered")
+"""The attributes that hold a callback's model: each run sets it, so copies don't have it."""
 
 Value = TypeVar("Value")
 

@@ -9,6 +9,7 @@ import os
 import re
 import string
 import time
+import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -100,7 +101,8 @@ class ModelCheckpoint(Callback):
             save or at the end of `fit`. Default False.
 
     Attributes:
-        best: the best value so far; infinite before the first. It stays from one fit to the next.
+        best: the best value so far; infinite before the first. It stays from one fit to the next of
+            the same model. Another model begins anew.
         best_model_path: the best file; None before the first, or if nothing is monitored.
         last_model_path: the newest file; None before the first.
 
@@ -196,16 +198,21 @@ class ModelCheckpoint(Callback):
             weights_only=save_weights_only, trainable_only=trainable_only, asynchronous=asynchronous
         )
         self._flag_of_any = AnyRankFlag()
-        self._kept: list[tuple[float, str]] = []  # the best first
-        self._removing: list[str] = []  # what the newest save replaces
-        self.last_model_path: str | None = None
         self._since = self._updates_before = 0
         self._due = False
         self._saved_at = time.monotonic()
         worst = self._monitored.worst if self._monitored is not None else float("inf")
-        self.best: float = (
+        self._first_best = (
             worst if initial_value_threshold is None else float(initial_value_threshold)
         )
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget the files: they belong to the model that was watched."""
+        self._kept: list[tuple[float, str]] = []  # the best first
+        self._removing: list[str] = []  # what the newest save replaces
+        self.last_model_path: str | None = None
+        self.best: float = self._first_best
         self.best_model_path: str | None = None
 
     def _check_names(self) -> None:
@@ -255,6 +262,10 @@ class ModelCheckpoint(Callback):
         self._since, self._due = 0, False
         self._saved_at = time.monotonic()
         self._flag_of_any.begin()
+        known = vars(self).get("_remembered")
+        if from_rank_zero(self.model, known is None or known() is not self.model):
+            self._forget()
+        self._remembered = weakref.ref(self.model)
         self._updates_before = self.model.global_step
         self.add_cleanup(self._writer.give_up)
         self._remove_abandoned()

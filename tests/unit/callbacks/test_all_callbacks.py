@@ -16,7 +16,7 @@ from tests.nets import DropPath, dense, regression
 
 X, Y = regression(20, 2)
 
-ABSTRACT = {"Callback", "CallbackList", "RunFolder"}  # a list of callbacks, most of them here
+ABSTRACT = {"Callback", "CallbackList"}
 NEEDED = {
     "BackboneFinetuning": {"backbone": "0", "unfreeze_backbone_at_epoch": 1},
     "BackupAndRestore": {"backup_dir": "backup"},
@@ -30,6 +30,7 @@ NEEDED = {
     "ModelCheckpoint": {"filepath": "model.h5"},
     "OptunaPruning": {"trial": SimpleNamespace(report=lambda *_: None, should_prune=lambda: False)},
     "Progressive": {"size": {9: 8}},
+    "RunFolder": {"folder": "runs/%n"},
     "StochasticWeightAveraging": {"swa_lrs": 0.05},
 }
 """Arguments without a default, and those that suit the net here."""

@@ -1,5 +1,6 @@
 """ModelCheckpoint: which files there are, under which names, and what is in them."""
 
+import copy
 import os
 import threading
 from datetime import timedelta
@@ -137,6 +138,29 @@ def test_what_killed_runs_left_unfinished_is_removed(tmp_path, name):
     fit(1, ModelCheckpoint(tmp_path / name))
     left = list(tmp_path.rglob(".*"))
     assert [path.parent.name for path in left] == ["another"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"save_best_only": True}, {"save_top_k": 1}, {"initial_value_threshold": 0.6}]
+)
+def test_the_best_belongs_to_the_model_that_was_watched(options, tmp_path):
+    options = {"save_best_only": "save_top_k" not in options, **options}
+    saves = ModelCheckpoint(tmp_path / "{val_loss}.h5", **options)
+    first, second = compiled(), compiled()
+
+    def best_after(model, value, callback=saves):
+        plays = Plays([value])
+        model.fit(X, Y, verbose=0, validation_data=(X, Y), callbacks=[callback, plays])
+        return callback.best_model_path
+
+    assert best_after(first, 0.1).endswith("0.1.h5")
+    assert best_after(first, 0.2).endswith("0.1.h5")  # as in Keras
+    assert best_after(second, 0.5).endswith("0.5.h5")
+    assert (tmp_path / "0.1.h5").exists()  # nobody deletes the first one's
+    assert best_after(second, 0.55).endswith("0.5.h5")
+    assert best_after(compiled(), 0.59, copy.copy(saves)).endswith("0.59.h5")
+    if "initial_value_threshold" in options:
+        assert best_after(compiled(), 0.7) is None
 
 
 def test_best_and_files_go_on_in_a_resumed_run(tmp_path):
