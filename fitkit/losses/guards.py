@@ -24,9 +24,9 @@ from fitkit.errors import (
     raised_in_torch,
 )
 from fitkit.losses import formulas
+from fitkit.losses.looks import undone
 from fitkit.losses.names import Definition
 from fitkit.outputs import last_operation, named_outputs
-from fitkit.random_states import kept_random_numbers
 from fitkit.trees import leaves_with_paths
 
 PROBABILITY_TOLERANCE = 1e-3
@@ -443,13 +443,13 @@ def check_broadcast(label: str, function: Callable[..., Any], prediction: Any, t
     """Refuse a loss that pairs every prediction with every target.
 
     Only a pair of shapes (N, 1) and (N,) is suspicious. Then `function` is evaluated once more, on
-    copies, with the random state put back; what it raises is left to the evaluation that counts.
+    copies, and undone; what it raises is left to the evaluation that counts.
     """
     if not _is_suspicious(prediction, target):
         return
     copies = prediction.detach().clone(), target.detach().clone()
     watch = _PairingWatch(*copies)
-    with kept_random_numbers(devices=[prediction.device]), warnings.catch_warnings():
+    with undone(function), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             with torch.no_grad(), watch:

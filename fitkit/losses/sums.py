@@ -7,21 +7,19 @@ update would be as many times too small as it has parts. So a sum is refused: by
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from fitkit.arguments import describe
 from fitkit.errors import ConfigurationError
 from fitkit.losses.formulas import HALF_TYPES
+from fitkit.losses.looks import undone
 from fitkit.random_states import (
     digest_of_random_state,
-    kept_random_numbers,
     random_state,
     set_random_state,
 )
@@ -85,7 +83,7 @@ def check_no_sum(
         return float(result)
 
     try:
-        with _undone(function), torch.no_grad(), warnings.catch_warnings():
+        with undone(function), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             is_sum = _grows_evenly(value)
     except Exception:  # whatever a user's function may raise for some rows of a batch
@@ -135,22 +133,3 @@ def _rows(prediction: Any, target: Any) -> int:
         return 0
     counts = {len(leaf) for leaf in found if leaf.ndim}
     return counts.pop() if len(counts) == 1 else 0
-
-
-@contextlib.contextmanager
-def _undone(function: Any) -> Iterator[None]:
-    """Undo what calls in the block change: random numbers, and the state of an object."""
-    owner = getattr(function, "__self__", function)
-    modules = [*owner.modules()] if isinstance(owner, nn.Module) else [owner]
-    attributes = [(vars(one), dict(vars(one))) for one in modules if hasattr(one, "__dict__")]
-    tables = [(one._buffers, dict(one._buffers)) for one in modules if isinstance(one, nn.Module)]
-    # Copies of the buffers take the calls: the batch's own graph may hold the buffers themselves.
-    for table, before in tables:
-        table.update({name: None if one is None else one.clone() for name, one in before.items()})
-    try:
-        with kept_random_numbers():
-            yield
-    finally:
-        for current, before in (*attributes, *tables):
-            current.clear()
-            current.update(before)

@@ -314,6 +314,33 @@ def _need_columns(first: FirstBatch) -> None:
 
 # ---- torchmetrics' classification ----
 
+Defined: TypeAlias = Callable[[Any, Tensor], Tensor]
+"""Says which entries of a metric's values can be computed of what it has counted. torchmetrics
+gives 0 or 1 for the others."""
+
+
+def _has_both_kinds(metric: Any, values: Tensor) -> Tensor:
+    """Whether there are samples of a class, and others: a ranking compares them."""
+    present = _has_samples(metric, values)
+    return present & (_samples_of_classes(metric) < len(torch.cat(list(metric.target))))
+
+
+def _has_samples(metric: Any, values: Tensor) -> Tensor:
+    """Whether there are samples of a class."""
+    return _samples_of_classes(metric) > 0
+
+
+def _samples_of_classes(metric: Any) -> Tensor:
+    target = torch.cat(list(metric.target))
+    classes = getattr(metric, "num_classes", None)
+    return (target == 1).sum(0) if classes is None else target.bincount(minlength=classes)
+
+
+def _may_agree_by_chance(metric: Any, values: Tensor) -> Tensor:
+    """Whether chance alone wouldn't agree on all samples: not with one class on both sides."""
+    matrix = metric.confmat
+    return matrix.diagonal().max() < matrix.sum()
+
 
 def _counted(
     suffix: str,
@@ -321,6 +348,7 @@ def _counted(
     conversion: Callable[[Task], Conversion] = chosen_labels,
     kinds: tuple[str, ...] = ("binary", "multiclass", "multilabel"),
     finish: Callable[[Tensor], Any] | None = None,
+    defined: Defined | None = None,
     **options: str,
 ) -> None:
     """Register torchmetrics' `Binary<suffix>`, `Multiclass<suffix>` and `Multilabel<suffix>`."""
@@ -343,7 +371,8 @@ def _counted(
         metric_class = getattr(
             torchmetrics_module("classification"), f"{task.kind.capitalize()}{suffix}"
         )
-        return TorchMetric(metric_class(**settings), conversion(task), finish=finish)
+        metric = metric_class(**settings)
+        return TorchMetric(metric, conversion(task), finish=finish, defined=defined)
 
     name, *others = aliases
     NAMES.add(name, Named(build, weightable=False), *others)
@@ -373,17 +402,35 @@ _counted("StatScores", "true_negatives", kinds=_YES_OR_NO, finish=_count(2), ave
 _counted("StatScores", "false_negatives", kinds=_YES_OR_NO, finish=_count(3), average="micro")
 _counted("ConfusionMatrix", "confusion_matrix")
 _counted("ConfusionMatrix", "balanced_accuracy", kinds=_ONE_OF, finish=_mean_recall)
-_counted("CohenKappa", "cohen_kappa", "kappa", kinds=_ONE_OF)
+_counted(
+    "CohenKappa",
+    "cohen_kappa",
+    "kappa",
+    kinds=_ONE_OF,
+    finish=Tensor.mean,
+    defined=_may_agree_by_chance,
+)
 _counted("MatthewsCorrCoef", "matthews_corrcoef", "mcc")
 _counted("JaccardIndex", "jaccard", "jaccard_index", "iou", "mean_iou", average="macro")
-_counted("AUROC", "auc", "auroc", "roc_auc", conversion=probabilities_and_labels, average="macro")
+_counted(
+    "AUROC",
+    "auc",
+    "auroc",
+    "roc_auc",
+    conversion=probabilities_and_labels,
+    average="none",
+    finish=Tensor.mean,
+    defined=_has_both_kinds,
+)
 _counted(
     "AveragePrecision",
     "average_precision",
     "pr_auc",
     "auprc",
     conversion=probabilities_and_labels,
-    average="macro",
+    average="none",
+    finish=Tensor.mean,
+    defined=_has_samples,
 )
 _counted(
     "CalibrationError",
@@ -397,7 +444,32 @@ _counted(
 # ---- torchmetrics' regression ----
 
 
-def _fitted(class_name: str, *aliases: str, columns_argument: bool = True) -> None:
+def _varies(metric: Any, values: Tensor) -> Tensor:
+    """Whether both predictions and targets vary: ranks of equal numbers have no correlation."""
+    numbers = (torch.cat(list(part)) for part in (metric.preds, metric.target))
+    spread = [part.amax(0) > part.amin(0) for part in numbers]
+    return spread[0] & spread[1]
+
+
+def _is_no_ratio_of_zeros(metric: Any, values: Tensor) -> Tensor:
+    """Whether a correlation is more than 0/0. NaNs of predictions stay."""
+    return ~values.isnan() if bool(metric.var_x.isfinite().all()) else torch.ones_like(values) > 0
+
+
+def _targets_vary(metric: Any, values: Tensor) -> Tensor:
+    """Whether targets differ from their mean by more than rounding does."""
+    squares = metric.sum_squared_error  # of the targets, in spite of its name
+    rounding = 16 * torch.finfo(squares.dtype).eps * squares
+    varies: Tensor = squares - metric.sum_error.square() / metric.total > rounding
+    return varies.any()
+
+
+def _fitted(
+    class_name: str,
+    *aliases: str,
+    columns_argument: bool = True,
+    defined: Defined | None = None,
+) -> None:
     """Register a metric of whole columns; several columns give their mean."""
 
     def build(first: FirstBatch) -> TorchMetric:
@@ -412,7 +484,7 @@ def _fitted(class_name: str, *aliases: str, columns_argument: bool = True) -> No
             metric = getattr(torchmetrics_module("regression"), class_name)(**settings)
         # Sums of squares in float32 lose all digits where the mean is far from 0.
         metric.set_dtype(dtype)
-        return TorchMetric(metric, conversion, finish=Tensor.mean, least_samples=2)
+        return TorchMetric(metric, conversion, finish=Tensor.mean, defined=defined, least_samples=2)
 
     name, *others = aliases
     NAMES.add(name, Named(build, weightable=False), *others)
@@ -420,7 +492,25 @@ def _fitted(class_name: str, *aliases: str, columns_argument: bool = True) -> No
 
 _fitted("R2Score", "r2", "r2_score", columns_argument=False)
 _fitted("ExplainedVariance", "explained_variance", columns_argument=False)
-_fitted("PearsonCorrCoef", "pearson", "pearson_correlation", "pearson_corrcoef")
-_fitted("SpearmanCorrCoef", "spearman", "spearman_correlation", "spearman_corrcoef")
-_fitted("ConcordanceCorrCoef", "concordance", "concordance_correlation", "concordance_corrcoef")
-_fitted("RelativeSquaredError", "relative_squared_error")
+_fitted(
+    "PearsonCorrCoef",
+    "pearson",
+    "pearson_correlation",
+    "pearson_corrcoef",
+    defined=_is_no_ratio_of_zeros,
+)
+_fitted(
+    "SpearmanCorrCoef",
+    "spearman",
+    "spearman_correlation",
+    "spearman_corrcoef",
+    defined=_varies,
+)
+_fitted(
+    "ConcordanceCorrCoef",
+    "concordance",
+    "concordance_correlation",
+    "concordance_corrcoef",
+    defined=_is_no_ratio_of_zeros,
+)
+_fitted("RelativeSquaredError", "relative_squared_error", defined=_targets_vary)

@@ -49,7 +49,9 @@ class TorchMetric:
         conversion: what its `update` is given; None: each batch as it came, of any structure.
         joins: whether one update with joined batches is the same as one per batch.
         finish: what makes the result of what `compute` gives; None: nothing.
-        least_samples: fewer have no result.
+        defined: which entries of what `compute` gives can be computed of what was counted, from the
+            metric and these entries; the others are left out. None: all of them.
+        least_samples: of fewer nothing can be computed.
 
     Attributes:
         samples: how many were added.
@@ -66,6 +68,7 @@ class TorchMetric:
         *,
         joins: bool = True,
         finish: Callable[[Any], Any] | None = None,
+        defined: Callable[[Any, Tensor], Tensor] | None = None,
         least_samples: int = 1,
     ) -> None:
         self.metric = metric
@@ -77,6 +80,7 @@ class TorchMetric:
             isinstance(s, list) for s in _inner(metric)._defaults.values()
         )
         self._finish = finish
+        self._defined = defined
         self._least_samples = least_samples
 
     @property
@@ -87,7 +91,7 @@ class TorchMetric:
     @property
     def updated(self) -> bool:
         """Whether there is a result; torchmetrics warns where one is asked for too early."""
-        return self.samples >= self._least_samples
+        return self.samples > 0
 
     @outside_inference()
     def update(self, batch: Batch) -> None:
@@ -106,9 +110,15 @@ class TorchMetric:
         """Return what the metric computes over all samples so far."""
         if self.leader is not None:
             _adopt_state(self.metric, self.leader.metric)
+        if self.samples < self._least_samples:
+            return EMPTY_MEAN
         if _counts_nothing(_inner(self.metric)):
             return self._nothing()
         value = self.metric.compute()
+        if self._defined is not None:
+            value = value[self._defined(self.metric, value)]
+            if not value.numel():
+                return EMPTY_MEAN
         return value if self._finish is None else self._finish(value)
 
     def _nothing(self) -> Any:

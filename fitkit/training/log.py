@@ -611,7 +611,8 @@ def _merged(
     if len(states) not in (0, len(gathered)) or _lacks_metrics(all_logged):
         # A rank without batches never learned which metrics there are.
         everyone = collectives.gather((metrics, logged))
-        metrics = next((found for found, _ in everyone if found), {})
+        # A rank's own, if it has them: sent, `EMPTY_MEAN` is a NaN like any other.
+        metrics = metrics or next((found for found, _ in everyone if found), {})
         logged = max((found for _, found in everyone), key=len)
     counted = {
         LogOptions(**state["options"]).names(name)[1]
@@ -641,8 +642,9 @@ def warn_of_empty(values: Mapping[str, Any], when: str) -> bool:
     names = [name for name, value in values.items() if value is EMPTY_MEAN]
     if names:
         warn(
-            f"{when} nothing counts for {', '.join(names)}: all labels are ignored, or all weights "
-            "are 0. A mean over nothing is nan. Look at the labels and weights of these data."
+            f"{when} nothing counts for {', '.join(names)}: all labels are ignored, all weights "
+            "are 0, or what a metric compares is missing (samples of several classes, numbers that "
+            "differ). Then the value is nan. Look at the labels and weights of these data."
         )
     return bool(names)
 

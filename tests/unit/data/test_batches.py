@@ -25,6 +25,23 @@ def compiled(net=None, kind=fitkit.Model, loss="cross_entropy", **options):
     return model
 
 
+@pytest.mark.parametrize("data", ["arrays", "loader"])
+def test_each_pass_has_an_order_of_its_own_however_epochs_are_cut(data):
+    class Sees(fitkit.Model):
+        def training_step(self, batch, batch_idx):
+            seen.extend(batch[1].tolist())
+            return self(batch[0]).sum()
+
+    seen, y = [], torch.arange(30)
+    model = compiled(kind=Sees, loss=None)
+    shuffled = DataLoader(TensorDataset(X, y), 10, shuffle=True)
+    given, size = ((X, y), {"batch_size": 10}) if data == "arrays" else ((shuffled,), {})
+    model.fit(*given, **size, steps_per_epoch=2, epochs=6, verbose=0)
+    passes = [seen[start : start + 30] for start in range(0, 120, 30)]
+    assert all(sorted(one) == list(range(30)) for one in passes)
+    assert len(set(map(tuple, passes))) == 4
+
+
 def with_empty(place):
     return [*FULL[:place], EMPTY, *FULL[place:]]
 

@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -111,6 +112,32 @@ def test_an_error_in_a_later_batch_is_explained_and_leaves_the_mode():
     with pytest.raises(fitkit.ConfigurationError, match="FK012"):
         model.predict(x, batch_size=4, verbose=0)
     assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
+
+
+class LogsItsMetric(fitkit.Model):
+    """Logs a metric of its own, and fails where it is told to."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(3, 2))
+        self.seen = torchmetrics.MeanMetric()
+        self.fails = False
+
+    def test_step(self, batch, batch_idx):
+        self.seen.update(batch[1].float())
+        self.log("seen", self.seen)
+        if self.fails and batch_idx == 1:
+            raise RuntimeError("no batch")
+
+
+def test_an_evaluation_that_failed_leaves_nothing_to_the_next():
+    model = LogsItsMetric()
+    model.compile("sgd", accelerator="cpu", devices=1)
+    model.fails = True
+    with pytest.raises(RuntimeError, match="no batch"):
+        model.evaluate(X[:4], torch.tensor([2, 2, 2, 2]), batch_size=2, verbose=0)
+    model.fails = False
+    found = model.evaluate(X[:4], torch.tensor([1, 1, 1, 1]), batch_size=2, verbose=0)
+    assert found == 1.0
 
 
 class Again:
