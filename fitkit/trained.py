@@ -52,10 +52,8 @@ def modules_in(value: Any, name: str, seen: set[int] | None = None) -> Iterator[
         yield name, value
         return
     parts: Iterable[tuple[Any, Any]]
-    if isinstance(value, dict):
-        parts = ((f"[{key!r}]", part) for key, part in value.items())
-    elif isinstance(value, _CONTAINERS):
-        parts = ((f"[{number}]", part) for number, part in enumerate(value))
+    if isinstance(value, _CONTAINERS):
+        parts = _entries(value)
     elif isinstance(value, functools.partial):
         parts = (("", part) for part in (value.func, value.args, value.keywords))
     elif isinstance(value, MethodType):
@@ -70,7 +68,25 @@ def _hidden_in(module: nn.Module, name: str, seen: set[int]) -> Iterator[tuple[s
     """Yield the modules in plain containers of a module's own attributes."""
     for key, value in vars(module).items():
         if type(value) in _CONTAINERS and value and not key.startswith(_TORCHS):
-            yield from modules_in(value, f"{name}.{key}", seen)
+            yield from _contained(value, f"{name}.{key}", seen)
+
+
+def _contained(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that are entries of a container, or of those in it."""
+    if id(value) in seen:
+        return
+    if isinstance(value, nn.Module):
+        seen.update(map(id, modules_of(value)))
+        yield name, value
+    elif isinstance(value, _CONTAINERS):
+        seen.add(id(value))
+        for step, part in _entries(value):
+            yield from _contained(part, name + step, seen)
+
+
+def _entries(container: Any) -> Iterator[tuple[str, Any]]:
+    entries = container.items() if isinstance(container, dict) else enumerate(container)
+    return ((f"[{key!r}]", part) for key, part in entries)
 
 
 _TORCHS = (
@@ -152,10 +168,12 @@ class Trained:
 
     def places_beside(self) -> dict[str, Place]:
         """Return where the tensors are that aren't the model's, by name."""
+        own = {id(place.holder) for place in _places(modules_of(self.model))}
         return {
-            f"{name}.{place}": held
+            f"{name}.{path}": place
             for name, module in self.beside.items()
-            for place, held in places_in(module).items()
+            for path, place in places_in(module).items()
+            if id(place.holder) not in own  # a loss may hold the net
         }
 
     def places_unlisted(self) -> dict[str, Place]:
@@ -199,7 +217,8 @@ class Trained:
     def buffers_beside(self) -> list[Place]:
         """Return where the modules beside the model have buffers. These may be replaced."""
         modules = modules_of(*self.beside.values())
-        return [Place(part._buffers, key) for part in modules for key in part._buffers]
+        # By `items`, because a traced module's holder can't be iterated over.
+        return [Place(part._buffers, key) for part in modules for key, _ in part._buffers.items()]
 
     def share_buffers(self, strategy: Strategy) -> None:
         """Give all ranks rank 0's buffers.
@@ -238,6 +257,5 @@ def places_in(module: nn.Module, *, saved: bool = False) -> dict[str, Place]:
 def _places(modules: Iterable[nn.Module]) -> Iterator[Place]:
     for part in modules:
         for holder in (part._parameters, part._buffers):
-            # By `items`, because a traced module's holder can't be iterated over.
-            for key, _ in holder.items():
+            for key, _ in holder.items():  # as above
                 yield Place(holder, key)

@@ -72,6 +72,9 @@ class OptimizerShards(OptimizerInPlace):
         self.has_lost: bool = False
         self._collectives = collectives
         self._device = device
+        # Torch calls the hooks once more within a step that calls `super().step()`, where a
+        # process has made an optimizer of that class, too: not on all ranks.
+        self._depth = 0
         self._owners: dict[torch.Tensor, int] = {}
         self._loads = [0] * collectives.world_size  # numbers that each rank updates
         self._others: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # with gradients
@@ -109,6 +112,9 @@ class OptimizerShards(OptimizerInPlace):
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if kwargs.get("closure") is not None or any(callable(given) for given in args):
             raise ConfigurationError(CLOSURE.format(kind=type(optimizer).__name__))
+        self._depth += 1
+        if self._depth > 1:
+            return
         updated = [p for p in held_by(optimizer) if p.grad is not None]
         self._give_owners([p for p in updated if p not in self._owners])
         self._updated = [(parameter, self._owners[parameter]) for parameter in updated]
@@ -125,6 +131,9 @@ class OptimizerShards(OptimizerInPlace):
         self._others.clear()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
         self._put_gradients_back()
         updated, self._updated = self._updated, []
         spread_from_owners(updated, self._collectives.rank)
