@@ -6,7 +6,8 @@ import functools
 import inspect
 import io
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -24,6 +25,7 @@ from fitkit.fit_state import Run
 from fitkit.foreign_names import instead
 from fitkit.guests import Guest
 from fitkit.losses import checked_count
+from fitkit.modes import modes_restored, set_mode
 from fitkit.optimizers import held_by
 from fitkit.printing import say
 from fitkit.record import LogOptions as LogOptions
@@ -525,6 +527,18 @@ class Module(nn.Module):
 
     def _fit_begins(self, run: Run) -> None:
         """Get ready for a `fit` on this rank: its data are known, its optimizers aren't made."""
+
+    def _to_evaluation(self, modules: Collection[nn.Module] | None = None) -> None:
+        """Go into evaluation mode for a pass.
+
+        Args:
+            modules: the model and its submodules, if they are known.
+        """
+        set_mode(self, training=False, modules=modules)
+
+    def _after_validation(self) -> AbstractContextManager[None]:
+        """Restore the training flags after a validation within `fit`."""
+        return modes_restored(self)
 
     def _saved(self, weights: PlainData) -> tuple[PlainData, PlainData]:
         """Return the weights that a checkpoint gets, and what a module's own hooks add to it."""

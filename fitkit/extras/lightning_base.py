@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from fitkit.errors import ConfigurationError, with_code
 from fitkit.extras.lightning_hooks import Hooks
 from fitkit.model import Model
@@ -48,6 +50,8 @@ class ServedModel(Model):
         trainer: what the module sees as its trainer.
         hooked_updates: what the running `fit` trains by; None if nothing is around its updates.
         loader: the number of the validation set that is read; None if there is one.
+        left_flags: the modes in which the module's own hook has left it after an evaluation.
+        updates_before: within `optimizer_step`, the updates before it; else None.
     """
 
     hooks: Hooks
@@ -56,6 +60,8 @@ class ServedModel(Model):
     trainer: Any
     hooked_updates: Any
     loader: int | None
+    updates_before: int | None = None
+    left_flags: list[tuple[torch.nn.Module, bool]]
     _run: Callable[[], Any]
 
     @property

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from fitkit.errors import CheckpointError, ConfigurationError
 from fitkit.extras.combined import CombinedLoader
@@ -237,8 +238,23 @@ def validation_data(loaders: Any) -> Any:
     return {f"dataloader_idx_{number}": loader for number, loader in enumerate(loaders)}
 
 
+def are_loaders(value: object) -> bool:
+    """Whether a value is loaders as Lightning's Trainer takes them: combined, lists or dicts."""
+    if is_lightnings(value, "CombinedLoader"):
+        return True
+    parts = value.values() if isinstance(value, Mapping) else value
+    return (
+        isinstance(value, (list, tuple, Mapping))
+        and bool(value)
+        and all(isinstance(one, DataLoader) or are_loaders(one) for one in parts)
+    )
+
+
 def only_loader(loaders: Any, verb: str, name: str) -> Any:
     """Return the loader that a verb reads.
+
+    Args:
+        name: what has returned them; empty for the caller.
 
     Raises:
         ConfigurationError: there are several, or none.
@@ -250,9 +266,10 @@ def only_loader(loaders: Any, verb: str, name: str) -> Any:
     if len(loaders) == 1 and not isinstance(loaders, Mapping):
         return loaders[0]
     key = repr(next(iter(loaders), 0)) if isinstance(loaders, Mapping) else "0"
+    one, what = (f"datamodule.{name}()", f"{name} returned") if name else ("x", f"{verb} got")
     raise refusal(
-        f"{name} returned {len(loaders)} loaders, but {verb} reads one a call. Call {verb} for "
-        f"each of them: {verb}(datamodule.{name}()[{key}])."
+        f"{what} {len(loaders)} loaders, but {verb} reads one a call. Call {verb} for each of "
+        f"them: {verb}({one}[{key}])."
     )
 
 

@@ -25,7 +25,9 @@ from fitkit.callbacks import CallbackList
 from fitkit.extras.lightning_base import ServedModel, refusal
 from fitkit.extras.lightning_data import (
     DataModule,
+    are_loaders,
     is_data_module,
+    only_loader,
     prepare,
     training_data,
     validation_data,
@@ -33,9 +35,10 @@ from fitkit.extras.lightning_data import (
 from fitkit.extras.lightning_files import loaded_by_hook, saved_by_hook
 from fitkit.extras.lightning_hooks import PACKAGES, Hooks, defines
 from fitkit.extras.lightning_services import attach
-from fitkit.extras.lightning_trainer import Trainer
+from fitkit.extras.lightning_trainer import Trainer, Word
 from fitkit.extras.lightning_updates import HookedScheduler, Idle
 from fitkit.extras.lightning_watcher import RatesByEpoch, hooks_updates, watcher_for
+from fitkit.modes import set_flags
 from fitkit.seams import NetAlone, OpenedData, OpenWeights, loss_in
 
 STEPS = ("training", "validation", "test", "predict")
@@ -48,12 +51,19 @@ LOADERS = {
 }
 """Where a module may have the data of a stage."""
 
+ZERO_GRAD = ("on_validation_model_zero_grad", "optimizer_zero_grad")
+"""Hooks that may leave gradients for the time after a validation, which Lightning drops then."""
+
 SET_UP = (
-    "data", "hooks", "trainer", "hooked_updates", "loader", "_run", "configure_optimizers",
-    "transfer_batch_to_device", "validation_epoch_end", "test_epoch_end",
+    "data", "evaluated_flags", "left_flags", "hooks", "trainer", "hooked_updates", "loader", "_run",
+    "configure_optimizers", "transfer_batch_to_device", "validation_epoch_end", "test_epoch_end",
     *(f"{stage}_step" for stage in STEPS),
 )  # fmt: skip
 """What `_set_up` gives a model, and a copy makes again."""
+
+
+Flags = list[tuple[torch.nn.Module, bool]]
+"""Modules with their training flags."""
 
 
 class LightningModel(ServedModel):
@@ -64,9 +74,11 @@ class LightningModel(ServedModel):
 
     Attributes:
         data: the data module that the verb was given; None for other data.
+        evaluated_flags: the modes that the module's own hook has set for the running evaluation.
     """
 
     data: DataModule | None
+    evaluated_flags: Flags
     _stopped_by = frozenset({"stop_training", "should_stop"})
 
     def __init__(self, net: Any = None) -> None:
@@ -79,14 +91,16 @@ class LightningModel(ServedModel):
         own, module = vars(self), self.net
         hooks = Hooks(module)
         own.update(hooks=hooks, trainer=Trainer(self), hooked_updates=None, loader=None)
-        own["data"] = None
+        own.update(data=None, evaluated_flags=[], left_flags=[])
         own["_run"] = lambda: None
         attach(module, self.trainer)
         for stage in STEPS:
             if hooks.has(f"{stage}_step"):
                 own[f"{stage}_step"] = Bound(self, f"_{stage}_step")
         for stage in ("validation", "test"):
-            if hooks.has(f"on_{stage}_epoch_end"):
+            # Without a test_step, evaluate validates.
+            is_asked = stage == "validation" or hooks.has("test_step")
+            if is_asked and hooks.has(f"on_{stage}_epoch_end"):
                 own[f"{stage}_epoch_end"] = Bound(self, "_epoch_end", stage)
         if hooks.has("configure_optimizers"):
             own["configure_optimizers"] = Bound(self, "_configured")
@@ -141,6 +155,10 @@ class LightningModel(ServedModel):
         with self._verb("fit", {"x": x, "y": y, **arguments}) as given:
             if given["x"] is None:
                 given["x"] = self._loader("fit")
+            elif given["y"] is None and are_loaders(given["x"]):
+                given["x"] = training_data(given["x"])
+            if are_loaders(given.get("validation_data")):
+                given["validation_data"] = validation_data(given["validation_data"])
             self._validate_on(given)
             return super().fit(**self._noted("fit", given))
 
@@ -163,22 +181,19 @@ class LightningModel(ServedModel):
         """
         stage = "test" if self.hooks.has("test_step") else "validate"
         with self._verb(stage, {"x": x, "y": y, **arguments}) as given:
-            if given["x"] is None:
-                given["x"] = self._loader(stage)
+            given["x"] = self._one_loader(stage, given["x"])
             return super().evaluate(**self._noted(stage, given))
 
     def predict(self, x: Any = None, **arguments: Any) -> Any:
         """As `Model.predict`. Without data, those of the module's `predict_dataloader`."""
         with self._verb("predict", {"x": x, **arguments}) as given:
-            if given["x"] is None:
-                given["x"] = self._loader("predict")
+            given["x"] = self._one_loader("predict", given["x"])
             return super().predict(**self._noted("predict", given))
 
     def predict_batches(self, x: Any = None, **arguments: Any) -> Any:
         """As `Model.predict_batches`. Without data, those of `predict_dataloader`."""
         with self._verb("predict", {"x": x, **arguments}) as given:
-            if given["x"] is None:
-                given["x"] = self._loader("predict")
+            given["x"] = self._one_loader("predict", given["x"])
             return super().predict_batches(**self._noted("predict", given))
 
     @contextlib.contextmanager
@@ -192,6 +207,7 @@ class LightningModel(ServedModel):
         before = state.fn, state.stage, state.status
         hooks, is_nested = self.hooks, self._fitkit.fit_state.run is not None
         attach(self.net, self.trainer)
+        vars(self)["left_flags"] = []
         try:
             self.data = self._data_module(stage, given["x"])
             self._note(given)
@@ -203,10 +219,12 @@ class LightningModel(ServedModel):
                 prepare(self, self.net, partial(hooks.call, "prepare_data"))
             if self.data is not None:
                 self.data.set_up()
-            hooks.ask("setup", stage)
+            hooks.ask("setup", Word(stage))
+            hooks.ask("configure_sharded_model")  # its name before
             hooks.ask("configure_model")
             yield {**given, "callbacks": [configured, given.get("callbacks")]}
-            hooks.ask("teardown", stage)
+            set_flags(self.left_flags)
+            hooks.ask("teardown", Word(stage))
         finally:
             if is_nested:
                 self.data = outer_data
@@ -283,6 +301,13 @@ class LightningModel(ServedModel):
             self.call["validation_data"] = found.validation_data
         return found
 
+    def _one_loader(self, stage: str, x: Any) -> Any:
+        """Return what evaluate or predict reads: what it was given, or the module's own data."""
+        if x is None:
+            return self._loader(stage)
+        verb = "predict" if stage == "predict" else "evaluate"
+        return only_loader(x, verb, "") if are_loaders(x) else x
+
     def _loader(self, stage: str) -> Any:
         """Return the module's own data for a stage; None if it has none."""
         name = LOADERS[stage]
@@ -338,6 +363,48 @@ class LightningModel(ServedModel):
 
     def _moved(self, batch: Any, device: torch.device) -> Any:
         return self.hooks.moved(self, batch)
+
+    # ------------------------------------------------------------------ modes
+
+    def _to_evaluation(self, modules: Any = None) -> None:
+        context: Any = self._fitkit.contexts.current
+        is_within_fit = self._fitkit.fit_state.run is not None and context.name == "validation"
+        stage = context.name
+        if stage == "test" and not self.hooks.has("test_step"):
+            stage = "validation"
+        is_first = not is_within_fit or self._is_first_set()
+        if is_within_fit:
+            self.trainer.enter("fit", "validate")
+            if (is_first and self.hooks.has(*ZERO_GRAD)) or not self.automatic_optimization:
+                self.hooks.call("on_validation_model_zero_grad")
+        if not self.hooks.has(f"on_{stage}_model_eval"):
+            super()._to_evaluation(modules)
+            return
+        if is_first:
+            with torch.no_grad():
+                self.hooks.call(f"on_{stage}_model_eval")
+            self.training = self.net.training
+            vars(self)["evaluated_flags"] = [(part, part.training) for part in self.modules()]
+        else:
+            set_flags(self.evaluated_flags)
+
+    def _is_first_set(self) -> bool:
+        name = self.run.history.params["validation_set"]
+        return name == next(iter(self.run.held_out))
+
+    @contextlib.contextmanager
+    def _after_validation(self) -> Iterator[None]:
+        if not self.hooks.has("on_validation_model_train"):
+            with super()._after_validation():
+                yield
+            return
+        with super()._after_validation():
+            yield
+            flags = [(part, part.training) for part in self.modules()]
+        if self._is_last_set():  # the hook has said how the training goes on
+            set_flags(flags)
+            self.run.in_evaluation = [part for part, flag in flags if not flag]
+            vars(self)["left_flags"] = flags
 
     # ------------------------------------------------------------------ optimizers
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from fitkit import trees
 from fitkit.extras.lightning_base import ServedModel
 from fitkit.extras.lightning_hooks import BASE, Attached, base_of
+from fitkit.extras.lightning_objects import HandedOptimizer, toggled, unwrapped
 
 
 class Services:
@@ -85,8 +86,17 @@ class Services:
         return trees.map_leaves(stacked, data)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the optimizer, or the list of several: torch's own objects."""
-        return model_of(self).optimizers()
+        """Return the optimizer, or the list of several.
+
+        Args:
+            use_pl_optimizer: whether they have what Lightning's wrapper adds. Else they are torch's
+                own objects.
+        """
+        model = model_of(self)
+        found = model._made_optimizers()
+        if use_pl_optimizer:
+            found = [HandedOptimizer(one, toggled(model)) for one in found]
+        return found[0] if len(found) == 1 else list(found)
 
     def lr_schedulers(self) -> Any:
         """Return the scheduler, the list of several, or None."""
@@ -115,15 +125,15 @@ class Services:
         value = given.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
         way = gradient_clip_algorithm or given.gradient_clip_algorithm
         if value:
-            model.clip_gradients(optimizer, value, getattr(way, "value", way))
+            model.clip_gradients(unwrapped(optimizer), value, getattr(way, "value", way))
 
     def toggle_optimizer(self, optimizer: Optimizer, optimizer_idx: int | None = None) -> None:
         """Let only this optimizer's parameters need gradients."""
-        model_of(self).toggle_optimizer(optimizer)
+        model_of(self).toggle_optimizer(unwrapped(optimizer))
 
     def untoggle_optimizer(self, optimizer: Any, optimizer_idx: int | None = None) -> None:
         """Let the parameters need gradients again that `toggle_optimizer` froze."""
-        model_of(self).untoggle_optimizer(optimizer)
+        model_of(self).untoggle_optimizer(unwrapped(optimizer))
 
 
 SERVICES: dict[str, Any] = {

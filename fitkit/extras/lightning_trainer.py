@@ -12,6 +12,7 @@ import torch
 
 from fitkit.extras.lightning_base import ServedModel, Unknown
 from fitkit.extras.lightning_loggers import ModuleLogger
+from fitkit.extras.lightning_objects import SchedulerConfig
 
 
 class Word(str):
@@ -135,6 +136,7 @@ class Trainer(Unknown):
         self.strategy: Strategy = Strategy(self)
         self.values: dict[str, Any] = {}
         self.held: list[Callable[[], None]] = []
+        self.epochs_over: int = 0  # 1 when the last epoch is over
         self._views: dict[int, ModuleLogger] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -208,13 +210,15 @@ class Trainer(Unknown):
 
     @property
     def current_epoch(self) -> int:
-        """The number of the epoch, from 0."""
-        return self.model_now.current_epoch
+        """The number of the epoch, from 0; after a training, that of the next."""
+        return self.model_now.current_epoch + self.epochs_over
 
     @property
     def global_step(self) -> int:
-        """The number of updates."""
-        return self.model_now.global_step
+        """The number of updates. One that `optimizer_step` makes counts when that returns."""
+        model = self.model_now
+        before: int | None = model.updates_before
+        return model.global_step if before is None else before
 
     @property
     def is_last_batch(self) -> bool:
@@ -398,7 +402,8 @@ class Trainer(Unknown):
     @property
     def lr_scheduler_configs(self) -> list[Any]:
         """The schedulers, with their intervals."""
-        return list(self.model_now._fitkit.fit_state.schedulers)
+        plans = self.model_now._fitkit.fit_state.schedulers
+        return [SchedulerConfig.of(plan) for plan in plans]
 
     @property
     def callbacks(self) -> list[Any]:

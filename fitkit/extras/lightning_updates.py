@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from fitkit import trees
 from fitkit.errors import ConfigurationError, warn_once
 from fitkit.extras.lightning_base import ServedModel, refusal
+from fitkit.extras.lightning_objects import HandedOptimizer, toggled
 from fitkit.seams import (
     Applier,
     Batch,
@@ -201,7 +202,8 @@ class HookedUpdates:
                 return
         total = getattr(scheduler, "total_steps", None)
         if self._hooks.has("lr_scheduler_step"):
-            self._hooks.call("lr_scheduler_step", scheduler, metric)
+            seen = None if metric is None else torch.as_tensor(metric, dtype=torch.float32)
+            self._hooks.call("lr_scheduler_step", scheduler, seen)
         elif metric is not None:
             scheduler.step(metric)
         elif total is None or scheduler.last_epoch + 1 < total:
@@ -285,7 +287,9 @@ class HookedUpdate(Update):
             hooks.ask("on_before_zero_grad", self.optimizer)
             hooks.ask("optimizer_zero_grad", self._model.current_epoch, index, self.optimizer)
         if loss is not None:
-            hooks.ask("on_before_backward", loss)
+            if hooks.has("on_before_backward"):
+                parts = self.accumulate
+                hooks.call("on_before_backward", loss if parts == 1 else loss / parts)
             self.apply.is_after_backward = True
 
     def __call__(self, batch: Batch, index: int, **options: Any) -> Any:
@@ -294,12 +298,21 @@ class HookedUpdate(Update):
             return self._learned(batch, index, **options)
         batch.is_lent = True  # the hook may compute it several times
         step = OptimizerStep(self, partial(self._learned, batch, index, **options))
-        updates = self._fit_state.updates
-        self._hooks.call(
-            "optimizer_step", self._model.current_epoch, index, step.optimizer, step.closure
-        )
-        if self._fit_state.updates == updates:
-            self._fit_state.updates += 1  # as Lightning counts, whatever the hook has done
+        own, before = vars(self._model), self._fit_state.updates
+        own["updates_before"] = before
+        try:
+            self._hooks.call(
+                "optimizer_step", self._model.current_epoch, index, step.optimizer, step.closure
+            )
+        finally:
+            own["updates_before"] = None
+        if not step.is_computed:
+            raise refusal(
+                f"{self._hooks.kind.__name__}.optimizer_step hasn't called its closure, which "
+                "computes the batch. Call optimizer.step(closure=optimizer_closure), or "
+                "optimizer_closure() to leave out the update."
+            )
+        self._fit_state.updates = before + 1  # as Lightning counts, whatever the hook has done
         return None
 
     def _learned(self, batch: Batch, index: int, **options: Any) -> Any:
@@ -352,7 +365,8 @@ class HookedApplier:
         self._applier, self._hooks = applier, model.hooks
         given = model._fitkit.compilation.given
         self._clips = self._hooks.has("configure_gradient_clipping", "clip_gradients")
-        self._clipping = given.gradient_clip_val, given.gradient_clip_algorithm
+        value = given.gradient_clip_val
+        self._clipping = value, None if value is None else given.gradient_clip_algorithm
         if self._clips:
             applier._clip_value = None  # the hook clips
         self.is_after_backward: bool = False
@@ -420,16 +434,18 @@ class OptimizerStep:
 
     Attributes:
         optimizer: whose `step` makes the update.
+        is_computed: whether the closure was called.
     """
 
     def __init__(self, update: HookedUpdate, learn: Callable[[], Any]) -> None:
         self._update, self._learn = update, learn
-        self.optimizer: Any = SteppingOptimizer(update.optimizer, self.step)
+        self.is_computed: bool = False
+        self.optimizer: Any = HandedOptimizer(update.optimizer, toggled(update._model), self.step)
 
     def closure(self) -> torch.Tensor | None:
         """Compute the batch's loss and gradients."""
         applier = self._update.apply
-        applier.waits = True
+        applier.waits = self.is_computed = True
         try:
             outcome = self._learn()
             if self._update._model.is_last_batch:
@@ -444,23 +460,3 @@ class OptimizerStep:
         if self._update.apply.is_ready:
             self._update.apply.make()
         return found
-
-
-class SteppingOptimizer:
-    """An optimizer for hooks: all is the optimizer's own but its step.
-
-    Args:
-        optimizer: the optimizer.
-        step: what makes its step.
-    """
-
-    def __init__(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
-        self.optimizer = self._optimizer = optimizer
-        self.step = step
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        return type(self.optimizer)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["optimizer"], name)

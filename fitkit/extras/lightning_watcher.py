@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from fitkit.extras.lightning_base import ServedModel
 from fitkit.extras.lightning_hooks import TRANSFERS
 from fitkit.extras.lightning_updates import AROUND_UPDATES, HookedUpdates
@@ -35,7 +37,7 @@ class Watcher(Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self.model.trainer.enter(self.stage, "train")
-        self.add_cleanup(self.model.trainer.leave)
+        self.model.trainer.epochs_over = 0
         self._take_updates()
         hooks = self.model.hooks
         hooks.ask("on_fit_start")
@@ -73,6 +75,7 @@ class Watcher(Callback):
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         hooks = self.model.hooks
+        self.model.trainer.epochs_over = 1
         hooks.ask("on_train_end")
         hooks.ask("on_fit_end")
 
@@ -93,11 +96,9 @@ class Watcher(Callback):
         is_first, _, self.model.loader = self._place()
         self.model.trainer.enter(self.stage, "validate" if stage == "validation" else "test")
         if is_first:
-            if self.stage == "fit":
-                hooks.ask("on_validation_model_zero_grad")
-            hooks.ask(f"on_{stage}_model_eval")
-            hooks.ask(f"on_{stage}_start")
-            hooks.ask(f"on_{stage}_epoch_start")
+            with torch.no_grad():
+                hooks.ask(f"on_{stage}_start")
+                hooks.ask(f"on_{stage}_epoch_start")
 
     def on_test_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         self._begin_batch(self._evaluated, batch)
@@ -110,8 +111,12 @@ class Watcher(Callback):
         _, is_last, _ = self._place()
         self.model.trainer.values.update(logs)
         if is_last:
-            hooks.ask(f"on_{stage}_end")
-            hooks.ask(f"on_{stage}_model_train")
+            with torch.no_grad():
+                hooks.ask(f"on_{stage}_end")
+                hooks.ask(f"on_{stage}_model_train")
+            if self.stage != "fit" and hooks.has(f"on_{stage}_model_train"):
+                flags = [(part, part.training) for part in self.model.modules()]
+                vars(self.model)["left_flags"] = flags
         if self.stage == "fit":
             self.model.trainer.enter("fit", "train")
 
@@ -120,9 +125,9 @@ class Watcher(Callback):
     def on_predict_begin(self, logs: Logs | None = None) -> None:
         hooks = self.model.hooks
         self.model.trainer.enter(self.stage, "predict")
-        hooks.ask("on_predict_model_eval")
-        hooks.ask("on_predict_start")
-        hooks.ask("on_predict_epoch_start")
+        with torch.no_grad():
+            hooks.ask("on_predict_start")
+            hooks.ask("on_predict_epoch_start")
 
     def on_predict_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         self._begin_batch("predict", batch)
@@ -132,8 +137,9 @@ class Watcher(Callback):
 
     def on_predict_end(self, logs: Logs | None = None) -> None:
         hooks = self.model.hooks
-        hooks.ask("on_predict_epoch_end")
-        hooks.ask("on_predict_end")
+        with torch.no_grad():
+            hooks.ask("on_predict_epoch_end")
+            hooks.ask("on_predict_end")
 
     # ------------------------------------------------------------------ batches of a pass
 

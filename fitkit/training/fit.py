@@ -544,7 +544,7 @@ class Fit:
         # The callbacks share this dict.
         shared = {"validation_set": name, "validation_steps": steps or source.steps}
         self.history.params.update(shared)
-        with modes_restored(self.model):
+        with self.model._after_validation():
             return evaluate_source(self.model, source, steps, context, step, callbacks, name=label)
 
     def as_validated(self) -> contextlib.AbstractContextManager[None]:

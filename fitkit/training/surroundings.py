@@ -21,7 +21,7 @@ from fitkit.data.batches import CountedSource, Source
 from fitkit.data.sharding import sharded
 from fitkit.errors import OutOfMemoryError, is_out_of_memory
 from fitkit.hooks import evaluation_stage
-from fitkit.modes import in_use, set_mode, weights_cast_anew
+from fitkit.modes import in_use, weights_cast_anew
 from fitkit.module import Module, is_metric
 from fitkit.training.compiler import compiler_of
 from fitkit.training.explain import explanation
@@ -134,12 +134,12 @@ def evaluating(
     evaluates_losses = losses and context.name != "predict"
     with as_current(model, context):
         if not model._fitkit.fit_state.trains and not evaluates_losses:
-            set_mode(model, training=False, modules=modules)
+            model._to_evaluation(modules)
             yield
             return
         with contextlib.ExitStack() as stack:
             stack.enter_context(model._fitkit.fit_state.evaluated())
-            set_mode(model, training=False, modules=modules)
+            model._to_evaluation(modules)
             for loss in losses if evaluates_losses else ():
                 stack.enter_context(in_use(loss, "evaluate", alone=False))
                 loss.eval()
