@@ -309,7 +309,8 @@ class Model(Module):
                 rounded off. Losses and metrics are computed in float32 or wider.
             accumulate_grad_batches: the number of batches whose gradients make one update. The
                 update is the mean over their samples, as for one larger batch. Default 1.
-            gradient_clip_val: the largest allowed gradient. Default: no limit.
+            gradient_clip_val: the largest allowed gradient, of the parameters that the optimizer
+                holds. Default: no limit.
             gradient_clip_algorithm: `"norm"` clips the norm of all gradients together (default),
                 `"value"` each entry.
             sync_batchnorm: whether batch normalisation uses the batches of all ranks. Default

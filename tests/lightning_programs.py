@@ -447,6 +447,13 @@ class Noisy(Classifier):
         torch.manual_seed(1000 * self.current_epoch + batch_idx)
 
 
+class LastLayer(Classifier):
+    """Only its last layer has an optimizer, and the others have gradients all the same."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net[2].parameters(), lr=0.5)
+
+
 class MetricLoss(Classifier):
     """A torchmetrics object gives the loss, so it keeps a batch's graph."""
 
@@ -535,6 +542,7 @@ PROGRAMS = {
     "clipping_values": Program(
         Classifier, settings={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
     ),
+    "clipping_a_part": Program(LastLayer, settings={"gradient_clip_val": 0.05}),
     "own_clipping": Program(OwnClipping),
     "metrics": Program(WithMetrics, logged=("train_f1", "val_f1", "val_spread")),
     "several_sets": Program(

@@ -392,7 +392,7 @@ class HookedApplier:
         applier, optimizer = self._applier, self._applier.optimizer
         looks = self._clips or self._hooks.has("on_before_optimizer_step")
         if looks and isinstance(applier, ScaledApplier):
-            applier.scaling.unscale(optimizer, applier.parameters)
+            applier.scaling.unscale(optimizer)
         self._hook_before_step()
         applier()
 

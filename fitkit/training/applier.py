@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from fitkit.distributed.precision import Scaling
 from fitkit.distributed.strategies import Engine
 from fitkit.module import Module
+from fitkit.optimizers import held_by
 from fitkit.training.second_order import explained_step
 
 
@@ -21,14 +22,12 @@ class Applier:
 
     Attributes:
         optimizer: makes the updates.
-        parameters: those that learn.
         engine: makes the optimizer's step, and clips.
         move_rates: moves the learning rates after each update; None if they stay.
     """
 
     model: dataclasses.InitVar[Module]
     optimizer: Optimizer
-    parameters: list[torch.nn.Parameter]
     engine: Engine
     move_rates: Callable[[], object] | None
 
@@ -38,6 +37,11 @@ class Applier:
         self._has_own_engine = compilation.strategy.engine is not None
         self._clip_value = compilation.given.gradient_clip_val
         self._clip_algorithm = compilation.given.gradient_clip_algorithm
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Those that the optimizer changes now: gradients of others say nothing of an update."""
+        return held_by(self.optimizer)
 
     def __call__(self) -> None:
         """Clip the gradients, make the update, and count it."""
@@ -66,18 +70,18 @@ class Applier:
 
     def clip(self) -> None:
         """Clip the gradients; record their norm before that, if a callback asks for it."""
-        norms, norm = self._state.grad_norms, None
+        norms, norm, parameters = self._state.grad_norms, None, self.parameters
         if norms is not None:
-            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            gradients = [p.grad for p in parameters if p.grad is not None]
             norm = self.engine.norm(gradients)
             norms += [] if norm is None else [norm]
         if self._clip_value is None:
             return
         if norm is not None and not self._has_own_engine and self._clip_algorithm == "norm":
             # As clip_grad_norm_, without a second norm, which costs a twentieth of a small step.
-            clip_grads_with_norm_(self.parameters, self._clip_value, norm)
+            clip_grads_with_norm_(parameters, self._clip_value, norm)
         else:
-            self.engine.clip(self.parameters, self._clip_value, self._clip_algorithm)
+            self.engine.clip(parameters, self._clip_value, self._clip_algorithm)
 
 
 @dataclasses.dataclass(eq=False)
@@ -93,7 +97,7 @@ class ScaledApplier(Applier):
     def __call__(self) -> None:
         """Unscale and clip the gradients, make the update, and count it if it was made."""
         if self._clip_value is not None or self._state.grad_norms is not None:
-            self.scaling.unscale(self.optimizer, self.parameters)
+            self.scaling.unscale(self.optimizer)
             self.clip()
         counts = self.scaling.step(self.optimizer)
         self.scaling.update()

@@ -226,7 +226,7 @@ class Update:
             held_by(optimizer) if is_one_of_several else trained.parameters()
         )
         move_rates = None if rates is None else rates.after_update_of(optimizer)
-        given = model, optimizer, self.parameters, engine, move_rates
+        given = model, optimizer, engine, move_rates
         self.apply: Applier = Applier(*given) if scaling is None else ScaledApplier(*given, scaling)
         # No strategy knows the parameters beside the model, so their gradients are averaged here.
         has_outside = self._ranks > 1 and not self._exchanges

@@ -66,24 +66,18 @@ class Scaling:
         """
         through(self.scaler.scale(loss))
 
-    def unscale(self, optimizer: Optimizer, others: Iterable[torch.Tensor] = ()) -> None:
+    def unscale(self, optimizer: Optimizer) -> None:
         """Give the gradients the size that the unscaled loss would have given them.
 
         To be called after a group's last backward; again before `update` it does nothing.
 
         Args:
             optimizer: whose parameters' gradients are divided.
-            others: parameters that are clipped with them though no optimizer holds them.
         """
         if id(optimizer) in self._unscaled or not _has_gradients(optimizer):
             return
         self._unscaled.add(id(optimizer))
         self.scaler.unscale_(optimizer)
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        rest = [p.grad for p in others if p.grad is not None and id(p) not in held]
-        if rest:
-            inverse = self.scaler.scale(torch.ones((), device=rest[0].device)).reciprocal()
-            torch._foreach_mul_(rest, inverse)
 
     def step(self, optimizer: Optimizer) -> bool:
         """Make the optimizer's step, unless gradients aren't finite.

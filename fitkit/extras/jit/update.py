@@ -70,7 +70,7 @@ class JitApplier(Applier):
     """
 
     def __init__(self, eager: Applier, model: Module, optimizing: JitOptimizer) -> None:
-        super().__init__(model, eager.optimizer, eager.parameters, eager.engine, eager.move_rates)
+        super().__init__(model, eager.optimizer, eager.engine, eager.move_rates)
         self._optimizing = optimizing
         self.is_compiled: bool = False
 
