@@ -256,6 +256,7 @@ def places_in(module: nn.Module, *, saved: bool = False) -> dict[str, Place]:
 
 def _places(modules: Iterable[nn.Module]) -> Iterator[Place]:
     for part in modules:
-        for holder in (part._parameters, part._buffers):
+        holders: tuple[Any, Any] = (part._parameters, part._buffers)
+        for holder in holders:
             for key, _ in holder.items():  # as above
                 yield Place(holder, key)

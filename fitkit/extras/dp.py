@@ -225,7 +225,7 @@ def _stop_gradients_of_nothing(output: Any, count: Any) -> None:
     """Let no NaNs flow into a replica in whose part nothing counts."""
     loss = loss_in(output)
     if count is not None and isinstance(loss, torch.Tensor):
-        stop_gradients_of_nothing(loss, number_of(count))
+        stop_gradients_of_nothing(loss, number_of(count) or 0)
 
 
 def _moved(tree: Any, device: torch.device) -> Any:

@@ -242,12 +242,10 @@ def are_loaders(value: object) -> bool:
     """Whether a value is loaders as Lightning's Trainer takes them: combined, lists or dicts."""
     if is_lightnings(value, "CombinedLoader"):
         return True
+    if not isinstance(value, (list, tuple, Mapping)) or not value:
+        return False
     parts = value.values() if isinstance(value, Mapping) else value
-    return (
-        isinstance(value, (list, tuple, Mapping))
-        and bool(value)
-        and all(isinstance(one, DataLoader) or are_loaders(one) for one in parts)
-    )
+    return all(isinstance(one, DataLoader) or are_loaders(one) for one in parts)
 
 
 def only_loader(loaders: Any, verb: str, name: str) -> Any:
