@@ -44,10 +44,9 @@ def stop_gradients_of_nothing(loss: torch.Tensor, count: Number) -> list[Removab
     Returns:
         What undoes it.
     """
-    is_known = not isinstance(count, torch.Tensor)
-    if is_known and count:
+    counts = count > 0 if isinstance(count, torch.Tensor) else None
+    if counts is None and count:
         return []
-    counts = None if is_known else count > 0
 
     def stopped(gradients: Gradients, *_: Any) -> Gradients:
         return tuple(None if one is None else _if(counts, one) for one in gradients)
