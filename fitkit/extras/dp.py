@@ -223,9 +223,9 @@ class Replicas(ReplicatedModel):
 
 def _stop_gradients_of_nothing(output: Any, count: Any) -> None:
     """Let no NaNs flow into a replica in whose part nothing counts."""
-    loss = loss_in(output)
+    loss, count = loss_in(output), number_of(count)
     if count is not None and isinstance(loss, torch.Tensor):
-        stop_gradients_of_nothing(loss, number_of(count) or 0)
+        stop_gradients_of_nothing(loss, count)
 
 
 def _moved(tree: Any, device: torch.device) -> Any:
