@@ -529,11 +529,7 @@ class Module(nn.Module):
         """Get ready for a `fit` on this rank: its data are known, its optimizers aren't made."""
 
     def _to_evaluation(self, modules: Collection[nn.Module] | None = None) -> None:
-        """Go into evaluation mode for a pass.
-
-        Args:
-            modules: the model and its submodules, if they are known.
-        """
+        """Go into evaluation mode for a pass; `modules` are all of the model, if they are known."""
         set_mode(self, training=False, modules=modules)
 
     def _after_validation(self) -> AbstractContextManager[None]:
@@ -545,11 +541,7 @@ class Module(nn.Module):
         return weights, {}
 
     def _loaded(self, weights: OpenWeights, beside: Callable[[], PlainData]) -> OpenWeights:
-        """Return a checkpoint's weights as they are to be loaded, after a module's own hooks.
-
-        Args:
-            beside: returns all else in the file.
-        """
+        """Return a checkpoint's weights as they are loaded; `beside` returns all else in it."""
         return weights
 
     @property

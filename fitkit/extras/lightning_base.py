@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 
@@ -164,11 +164,15 @@ class Unknown:
     """Base of the objects that answer an attribute that they don't have with a sentence."""
 
     KNOWN_AS = "trainer"
+    INSTEAD: ClassVar[Mapping[str, str]] = {}
+    """What to do in place of asking for a name."""
 
     def __getattr__(self, name: str) -> Any:
+        known = ", ".join(sorted(n for n in dir(type(self)) if n[0].islower()))
+        advice = f"Instead, {self.INSTEAD[name]}. " if name in self.INSTEAD else ""
         message = (
-            f"fitkit trains this module, and its {self.KNOWN_AS} has no {name!r}. It has "
-            f"{', '.join(sorted(n for n in dir(type(self)) if n[0].islower()))}."
+            f"fitkit trains this module, and its {self.KNOWN_AS} has no {name!r}. {advice}It has "
+            f"{known}."
         )
         raise AttributeError(message if name.startswith("_") else with_code(message, "FK084"))
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from fitkit.arguments import plain_settings
 from fitkit.errors import ConfigurationError
@@ -34,6 +35,10 @@ class ModuleLogger(Unknown):
     """
 
     KNOWN_AS = "logger"
+    INSTEAD: ClassVar = dict.fromkeys(
+        ("log_image", "log_table", "log_text", "log_graph", "watch", "run_id"),
+        "use self.logger.experiment, with which the logger writes",
+    )
 
     def __init__(self, logger: Logger, model: ServedModel) -> None:
         self._logger, self._model_ref = logger, weakref.ref(model)
@@ -47,6 +52,11 @@ class ModuleLogger(Unknown):
         if logger is not None and hasattr(logger, name):
             return getattr(logger, name)
         return super().__getattr__(name)
+
+    @property
+    def log_dir(self) -> str:
+        """The logger's folder, if it has one."""
+        return os.fspath(self._logger.log_dir)  # type: ignore[attr-defined]
 
     @property
     def _model(self) -> ServedModel:

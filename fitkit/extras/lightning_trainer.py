@@ -6,12 +6,13 @@ import math
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from fitkit.extras.lightning_base import ServedModel, Unknown
 from fitkit.extras.lightning_loggers import ModuleLogger
+from fitkit.extras.lightning_loops import FitLoop
 from fitkit.extras.lightning_objects import SchedulerConfig
 
 
@@ -138,6 +139,19 @@ class Trainer(Unknown):
         self.held: list[Callable[[], None]] = []
         self.epochs_over: int = 0  # 1 when the last epoch is over
         self._views: dict[int, ModuleLogger] = {}
+
+    INSTEAD: ClassVar = {
+        "fit": "call fit of the fitkit.Model",
+        "validate": "call evaluate of the fitkit.Model",
+        "test": "call evaluate of the fitkit.Model",
+        "predict": "call predict of the fitkit.Model",
+        "precision_plugin": "read self.trainer.precision",
+        "accelerator": "read self.device",
+        "optimizer_frequencies": "count the batches in training_step",
+        "validate_loop": "read self.trainer.fit_loop.epoch_loop.val_loop",
+        "test_loop": "count the batches in test_step",
+        "predict_loop": "count the batches in predict_step",
+    }
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Give copies of what refers to it None."""
@@ -457,6 +471,17 @@ class Trainer(Unknown):
         return self.model_now.call.get("x")
 
     predict_dataloaders = test_dataloaders
+
+    @property
+    def fit_loop(self) -> FitLoop:
+        """What modules ask of the loop over epochs."""
+        return FitLoop(self.model_now)
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether the running `fit` validates."""
+        has_data = self.fit_loop.epoch_loop.val_loop._data_source.is_defined()
+        return has_data and self.model_now.hooks.has("validation_step")
 
     # ------------------------------------------------------------------ values
 
