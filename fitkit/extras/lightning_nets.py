@@ -376,6 +376,7 @@ class LightningModel(ServedModel):
     def _fit_begins(self, run: Any) -> None:
         vars(self)["_run"] = weakref.ref(run)
         attach(self.net, self.trainer)
+        self._made_optimizers()  # with the schedulers, which may decide about compiling
         compiler = self._fitkit.compiler
         if hooks_updates(self) and compiler is not None and not isinstance(compiler, NetAlone):
             self._fitkit.compiler = NetAlone(compiler)

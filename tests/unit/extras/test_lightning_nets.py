@@ -264,6 +264,61 @@ def test_a_model_goes_with_its_last_name():
     assert module.trainer.fitkit_model is None
 
 
+class Outliving(modules.Net):
+    """A module that asks its trainer in its forward."""
+
+    def forward(self, x):
+        trainer = self.trainer
+        self.answers = {
+            "epoch": self.current_epoch,
+            "step": self.global_step,
+            "device": self.device,
+            "rank": (self.global_rank, self.local_rank, trainer.world_size),
+            "is_zero": trainer.is_global_zero,
+            "training": trainer.training,
+            "epochs": trainer.max_epochs,
+        }
+        return super().forward(x)
+
+
+def test_a_module_that_outlives_its_model_still_gets_answers():
+    def train():
+        model = trained(Outliving(), loader(), epochs=2)
+        return model.net, model.current_epoch
+
+    module, epoch = train()
+    gc.collect()
+    assert module.trainer.fitkit_model is None
+    module(torch.ones(2, 4))
+    assert module.answers == {
+        "epoch": epoch, "step": 6, "device": torch.device("cpu"), "rank": (0, 0, 1),
+        "is_zero": True, "training": False, "epochs": 2,
+    }  # fmt: skip
+    with pytest.raises(RuntimeError, match="trainer.callback_metrics"):
+        _ = module.trainer.callback_metrics
+    again = trained(module, loader(), epochs=1)
+    assert again.net.global_step == 3
+
+
+@pytest.mark.parametrize("frequency", [1, 2, 4])
+def test_a_schedule_of_every_so_many_batches_is_lightning_s_compiled_or_not(frequency):
+    class Scheduled(modules.Net):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            plan = {"scheduler": schedule, "interval": "step", "frequency": frequency}
+            return {"optimizer": optimizer, "lr_scheduler": plan}
+
+    theirs, ours = made(Scheduled, dropout=0.0)
+    ours = ours, copy.deepcopy(ours)
+    trainer = trained_by_lightning(theirs, loader(48), epochs=2)
+    rate = trainer.optimizers[0].param_groups[0]["lr"]
+    for module, jit in zip(ours, (False, TRACED), strict=True):
+        model = trained(module, loader(48), jit_compile=jit)
+        assert model.optimizer.param_groups[0]["lr"] == rate
+        assert_equal_weights(module, theirs, atol=1e-6)
+
+
 # ---------------------------------------------------------------------- data
 
 
