@@ -129,7 +129,7 @@ STAYS = (
 """What a trainer still answers when its model is gone, as the last verb left it."""
 
 
-class Gone(AttributeError):
+class GoneError(AttributeError):
     """The model of a module is gone, so what was asked of the trainer isn't known."""
 
 
@@ -155,7 +155,7 @@ class Trainer(Unknown):
     def __getattr__(self, name: str) -> Any:
         """Answer what isn't there, or what was there while the model was."""
         if name == "model_now":  # it isn't: then this is asked for what needs it
-            raise Gone("The fitkit.Model of this module is gone.")
+            raise GoneError("The fitkit.Model of this module is gone.")
         left = vars(self).get("_left", {})
         if name in left:
             return left[name]
@@ -180,7 +180,7 @@ class Trainer(Unknown):
         """The model, which must be there."""
         model = self._model_ref()
         if model is None:
-            raise Gone("The fitkit.Model of this module is gone.")
+            raise GoneError("The fitkit.Model of this module is gone.")
         return model
 
     # ------------------------------------------------------------------ what runs
