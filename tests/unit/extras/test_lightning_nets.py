@@ -546,6 +546,56 @@ def test_several_optimizers_need_manual_optimization():
     refused(Several)
 
 
+AT_CALLBACKS = [
+    name
+    for name in modules.HOOKS.split()
+    if name.startswith("on_") and hasattr(pl.Callback, name) and not name.endswith("_zero_grad")
+]
+
+
+class Notes(pl.Callback):
+    """Notes its hooks, and halves the rate after the first batch."""
+
+    def __init__(self):
+        self.calls = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.calls.append(("on_train_batch_end", batch_idx, len(batch[0])))
+        if trainer.global_step == 1:
+            trainer.optimizers[0].param_groups[0]["lr"] /= 2
+
+
+def noting(name):
+    def hook(self, trainer, pl_module, *arguments):
+        numbers = [one for one in arguments if isinstance(one, int)]
+        self.calls.append((name, *numbers, trainer.current_epoch, type(pl_module).__name__))
+
+    return hook
+
+
+for _name in set(AT_CALLBACKS) - {"on_train_batch_end", "on_train_end", "on_fit_end"}:
+    setattr(Notes, _name, noting(_name))
+
+
+class Brings(modules.WithAll):
+    def configure_callbacks(self):
+        self.notes = getattr(self, "notes", None) or Notes()
+        return [self.notes]
+
+
+def test_callbacks_that_a_module_brings_are_called_as_by_lightning():
+    theirs, ours = made(Brings, dropout=0.0)
+    trained_by_lightning(theirs, loader(), validation=loader(16, 4))
+    trained(ours, loader(), validation=loader(16, 4))
+    assert ours.notes.calls == theirs.notes.calls
+    assert_equal_weights(ours, theirs)
+    two = model_of(Brings(0.0), **TWO)
+    two.fit(loader(batch_size=4), validation_data=loader(16, 4), epochs=1, verbose=0)
+    assert [call for call in two.net.notes.calls if call[0] == "on_train_batch_end"] == [
+        ("on_train_batch_end", index, 4) for index in range(3)
+    ]
+
+
 def test_callbacks_of_lightning_are_refused():
     class Configures(modules.Net):
         def configure_callbacks(self):
