@@ -17,6 +17,8 @@ from fitkit.extras import keras_backend  # noqa: F401
 # isort: split
 import cloudpickle
 import torch
+from keras.src.models.functional import Functional
+from keras.src.models.model import inject_functional_model_class
 from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils import backend_utils, tracking
 from torch import nn
@@ -41,7 +43,20 @@ def reduced(value: Any) -> tuple[Any, ...]:
     if "_loss_ids" in plain:  # what the last call has added, with its graph
         plain.update(_losses=[], _loss_ids=set())
     plain.update(dict.fromkeys(FUNCTIONS & plain.keys()))
+    if isinstance(value, Functional):
+        return made_functional, (type(value),), plain
     return copyreg.__newobj__, (type(value),), plain  # type: ignore[attr-defined]
+
+
+def made_functional(kind: Any) -> Any:
+    """Return an object of a class that may be as its module has it, in a process of its own.
+
+    Keras gives a subclass of `keras.Model` other bases when it first builds an object of it from
+    inputs and outputs. No pickle has that.
+    """
+    if not issubclass(kind, Functional):
+        inject_functional_model_class(kind)
+    return kind.__new__(kind)
 
 
 def reduced_container(value: Any) -> tuple[Any, ...]:

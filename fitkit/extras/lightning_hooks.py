@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -75,6 +75,13 @@ def defines(thing: Any, name: str) -> bool:
     return package not in PACKAGES or not rest.removeprefix("pytorch.").startswith("core.")
 
 
+def defines_hook(callback: Any, name: str) -> bool:
+    """Whether a callback of Lightning's kind has its own code for a hook."""
+    base = next(kind for kind in type(callback).__mro__ if kind.__name__ == "Callback")
+    own = getattr(type(callback), name, None)
+    return own is not None and own is not getattr(base, name, own)
+
+
 class Hooks:
     """The hooks that a module's class overrides, and how they are called.
 
@@ -83,6 +90,7 @@ class Hooks:
 
     Attributes:
         kind: its class, as its author wrote it.
+        beside: callbacks of Lightning's kind that the module brings, called before it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -91,6 +99,13 @@ class Hooks:
         self._base = base_of(module)
         self._threads = threading.local()
         self._known: dict[tuple[str, ...], bool] = {}
+        self.beside: tuple[Any, ...] = ()
+
+    def bring(self, callbacks: Iterable[Any]) -> None:
+        """Call these callbacks' hooks, too, from now on."""
+        self.beside = tuple(callbacks)
+        self._known.clear()
+        vars(self).pop("moves", None)
 
     def has(self, *names: str) -> bool:
         """Whether the module has its own code for one of these hooks."""
@@ -100,7 +115,7 @@ class Hooks:
             found = self._known[names] = any(
                 name in own or getattr(kind, name, None) is not getattr(base, name, None)
                 for name in names
-            )
+            ) or any(defines_hook(one, name) for one in self.beside for name in names)
         return found
 
     def ask(self, name: str, *arguments: Any) -> Any:
@@ -109,6 +124,12 @@ class Hooks:
 
     def call(self, name: str, *arguments: Any, **named: Any) -> Any:
         """Call a hook with as many of the arguments as it takes."""
+        for one in self.beside:
+            if defines_hook(one, name):
+                theirs = getattr(one, name)
+                _, most = numbers_of_arguments(theirs.__func__, True)
+                given = (self.module.trainer, self.module, *arguments)
+                self.run(name, theirs, *given[:most])
         hook = getattr(self.module, name)
         _, most = numbers_of_arguments(getattr(hook, "__func__", hook), inspect.ismethod(hook))
         return self.run(name, hook, *arguments[:most], **named)

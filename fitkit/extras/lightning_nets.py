@@ -33,7 +33,7 @@ from fitkit.extras.lightning_data import (
     validation_data,
 )
 from fitkit.extras.lightning_files import loaded_by_hook, saved_by_hook
-from fitkit.extras.lightning_hooks import PACKAGES, Hooks, defines
+from fitkit.extras.lightning_hooks import PACKAGES, Hooks, defines, is_lightnings
 from fitkit.extras.lightning_services import attach
 from fitkit.extras.lightning_trainer import Trainer, Word
 from fitkit.extras.lightning_updates import HookedScheduler, Idle
@@ -94,6 +94,19 @@ class LightningModel(ServedModel):
         own.update(data=None, evaluated_flags=[], left_flags=[])
         own["_run"] = lambda: None
         attach(module, self.trainer)
+        self._bind()
+
+    def _bring(self) -> list[Any]:
+        """Call the callbacks that the module brings, too; return those that can't be."""
+        configured = list(trees.leaves(self.hooks.ask("configure_callbacks")))
+        own = [one for one in configured if is_of_module(one)]
+        self.hooks.bring(own)
+        self._bind()
+        return [one for one in configured if not is_of_module(one)]
+
+    def _bind(self) -> None:
+        """Have the hooks that something overrides."""
+        own, hooks = vars(self), self.hooks
         for stage in STEPS:
             if hooks.has(f"{stage}_step"):
                 own[f"{stage}_step"] = Bound(self, f"_{stage}_step")
@@ -111,6 +124,7 @@ class LightningModel(ServedModel):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"call": _settings(self.call), "written": set(self.written)}
+        own["brings"] = bool(self.hooks.beside)
         state = {**super().__getstate__(), **own}
         return {name: value for name, value in state.items() if name not in SET_UP}
 
@@ -118,8 +132,11 @@ class LightningModel(ServedModel):
         return self.__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        brings = state.pop("brings", False)
         super().__setstate__(state)
         self._set_up()
+        if brings:  # on another rank, whose module has its own
+            self._bring()
 
     def __copy__(self) -> LightningModel:
         made: Any = super().__copy__()
@@ -212,7 +229,7 @@ class LightningModel(ServedModel):
             self.data = self._data_module(stage, given["x"])
             self._note(given)
             self.trainer.enter(stage, "train" if stage == "fit" else stage)
-            configured = hooks.ask("configure_callbacks")
+            configured = self._bring()
             if self.data is not None:
                 self.data.prepare()
             if hooks.has("prepare_data"):
@@ -458,6 +475,7 @@ class LightningModel(ServedModel):
     def _fit_begins(self, run: Any) -> None:
         vars(self)["_run"] = weakref.ref(run)
         attach(self.net, self.trainer)
+        self._made_optimizers()  # with the schedulers, which may decide about compiling
         compiler = self._fitkit.compiler
         if hooks_updates(self) and compiler is not None and not isinstance(compiler, NetAlone):
             self._fitkit.compiler = NetAlone(compiler)
@@ -496,6 +514,12 @@ def _by_epoch(scheduler: Any) -> dict[str, Any]:
 
 
 KINDS = {"Callback": "callback", "Logger": "logger"}
+
+
+def is_of_module(callback: Any) -> bool:
+    """Whether something is a callback of Lightning's kind, and not one that Lightning has."""
+    own = type(callback).__module__.partition(".")[0] not in PACKAGES
+    return own and is_lightnings(callback, "Callback")
 
 
 def refuse_callback(callback: Any, where: str) -> None:

@@ -8,6 +8,7 @@ user's class, which calls `super().log(…)`, gets fitkit's too.
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from typing import Any
 
@@ -67,8 +68,12 @@ class Services:
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank."""
-        return model_of(self).device
+        """The device of this rank; of a module that outlives its model, where its tensors are."""
+        if is_served(self):
+            return model_of(self).device
+        held: Any = self
+        tensors = itertools.chain(held.parameters(), held.buffers())
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Stack the tensors of all ranks along a new first dimension; on one rank, none is new."""
@@ -152,6 +157,11 @@ def is_served(module: Any) -> bool:
     return getattr(vars(module).get("_trainer"), "fitkit_model", None) is not None
 
 
+def has_trainer(module: Any) -> bool:
+    """Whether fitkit answers a module, or has done so."""
+    return hasattr(vars(module).get("_trainer"), "fitkit_model")
+
+
 def attach(module: nn.Module, trainer: object) -> None:
     """Give a module, and those of its kind in it, a trainer and the services behind it."""
     for part in module.modules():
@@ -183,7 +193,7 @@ def _either(ours: Any, theirs: Any) -> Any:
     if isinstance(ours, property):
         mine, other = ours.fget, theirs.fget
         assert mine is not None
-        return property(lambda module: (mine if is_served(module) else other)(module))
+        return property(lambda module: (mine if has_trainer(module) else other)(module))
 
     @functools.wraps(theirs)
     def call(module: Any, *arguments: Any, **options: Any) -> Any:

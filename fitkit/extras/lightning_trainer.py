@@ -122,10 +122,24 @@ class Strategy(Unknown):
         return rows.sum(0) if str(reduce_op).lower().endswith("sum") else rows.mean(0)
 
 
+STAYS = (
+    "current_epoch", "global_step", "is_last_batch", "max_epochs", "should_stop", "world_size",
+    "num_nodes", "num_devices", "device_ids", "global_rank", "local_rank", "node_rank",
+    "is_global_zero", "precision", "accumulate_grad_batches", "gradient_clip_val",
+    "gradient_clip_algorithm",
+)  # fmt: skip
+"""What a trainer still answers when its model is gone, as the last verb left it."""
+
+
+class GoneError(AttributeError):
+    """The model of a module is gone, so what was asked of the trainer isn't known."""
+
+
 class Trainer(Unknown):
     """The trainer of a module that a fitkit model trains.
 
     What it has is true while a verb runs. Settings are those of `compile` and of the verb.
+    A module that outlives its model asks it, too, perhaps in its forward: then it has what stays.
 
     Args:
         model: the model.
@@ -139,6 +153,21 @@ class Trainer(Unknown):
         self.held: list[Callable[[], None]] = []
         self.epochs_over: int = 0  # 1 when the last epoch is over
         self._views: dict[int, ModuleLogger] = {}
+        self._left: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Answer what isn't there, or what was there while the model was."""
+        if name == "model_now":  # it isn't: then this is asked for what needs it
+            raise GoneError("The fitkit.Model of this module is gone.")
+        left = vars(self).get("_left", {})
+        if name in left:
+            return left[name]
+        if hasattr(type(self), name) and self.fitkit_model is None:
+            raise RuntimeError(
+                f"The fitkit.Model of this module is gone, and its trainer.{name} with it. Make a "
+                "new one of the module."
+            )
+        return super().__getattr__(name)
 
     INSTEAD: ClassVar = {
         "fit": "call fit of the fitkit.Model",
@@ -167,7 +196,7 @@ class Trainer(Unknown):
         """The model, which must be there."""
         model = self._model_ref()
         if model is None:
-            raise RuntimeError("The fitkit.Model of this module is gone. Make a new one of it.")
+            raise GoneError("The fitkit.Model of this module is gone.")
         return model
 
     # ------------------------------------------------------------------ what runs
@@ -178,7 +207,8 @@ class Trainer(Unknown):
         self.state.status = Word("running")
 
     def leave(self) -> None:
-        """Note that the verb is over."""
+        """Note that the verb is over, and what stays of it."""
+        self._left = {name: getattr(self, name) for name in STAYS}
         self.state.stage, self.state.status = None, Word("finished")
 
     @property

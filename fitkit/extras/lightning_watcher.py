@@ -13,8 +13,18 @@ from fitkit.seams import Callback, Logs
 
 
 def hooks_updates(model: ServedModel) -> bool:
-    """Return whether something is around each update, so that it isn't compiled as a whole."""
-    return model.hooks.has(*AROUND_UPDATES, *TRANSFERS) or model._fitkit.compiler is None
+    """Return whether something is around each update, so that it isn't compiled as a whole.
+
+    A schedule of every so many batches is: Lightning counts the batches of an epoch, not updates.
+    """
+    plans = model._fitkit.fit_state.schedulers
+    return (
+        model.hooks.has(*AROUND_UPDATES, *TRANSFERS)
+        or model._fitkit.compiler is None
+        or any(
+            plan.frequency > 1 and getattr(plan, "every", plan.interval) == "step" for plan in plans
+        )
+    )
 
 
 class Watcher(Callback):

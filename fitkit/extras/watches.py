@@ -169,9 +169,8 @@ class NormMonitor(Callback):
     """Adds `grad_norm` and `param_norm` to the epoch's logs.
 
     `grad_norm` is the norm of the optimizer's gradients before clipping, averaged over the epoch's
-    updates. The
-    logs of batches have its running mean. Updates that loss scaling skips don't count. `param_norm`
-    is the norm of all parameters at the end of the epoch.
+    updates. The logs of batches have its running mean. Updates that loss scaling skips don't count.
+    `param_norm` is the norm of all parameters at the end of the epoch.
 
     Args:
         parameters: whether to add `param_norm`. Default True.

@@ -107,6 +107,29 @@ class OneWay(keras.Model):
         return ops.sum(self.a(inputs["left"]) * self.b(inputs["right"]), -1, keepdims=True)
 
 
+class Backbone(keras.Model):
+    """A network of inputs and outputs in a subclass, as keras-hub's backbones are."""
+
+    def __init__(self, width):
+        tokens, mask = keras.Input((6,), name="tokens"), keras.Input((6,), name="mask")
+        steps = kl.Embedding(12, width, name="embedding")(tokens)
+        steps = kl.MultiHeadAttention(2, width)(steps, steps, attention_mask=mask[:, None] > 0)
+        pooled = kl.LayerNormalization()(steps)[:, 0]
+        outputs = {"steps": steps, "pooled": kl.Dense(width, activation="tanh")(pooled)}
+        super().__init__(inputs={"tokens": tokens, "mask": mask}, outputs=outputs)
+        self.width = width
+
+
+class OnBackbone(keras.Model):
+    """A task over a backbone, as keras-hub's classifiers are."""
+
+    def __init__(self, width):
+        backbone, head = Backbone(width), kl.Dense(1, name="head")
+        inputs = backbone.input
+        super().__init__(inputs=inputs, outputs=head(backbone(inputs)["pooled"]))
+        self.backbone, self.head = backbone, head
+
+
 def two_inputs():
     left, right = keras.Input((8,), name="left"), keras.Input((8,), name="right")
     joined = kl.Concatenate()([kl.Dense(4)(left), kl.Dense(4)(right)])
@@ -221,6 +244,9 @@ NETS = {
     "two outputs": (two_outputs, X, [Y, numbers(ROWS, 2)]),
     "dict outputs": (dict_outputs, X, {"a": Y, "b": numbers(ROWS, 2)}),
     "shared layer": (shared_layer, [X, X[::-1].copy()], Y),
+    "functional subclasses": (
+        lambda: OnBackbone(4), {"tokens": TOKENS, "mask": (TOKENS > 3) * 1}, Y
+    ),
     "frozen": (frozen, X, Y),
     "normalization": (adapted, X * 3 + 1, Y),
     "nested": (nested, X, Y),
@@ -384,6 +410,7 @@ PARTS = {
     "mask": (UNEVEN, NETS["mask"][2]),
     "two outputs": (X, NETS["two outputs"][2]),
     "two outputs, one masked": (UNEVEN, NETS["two outputs, one masked"][2]),
+    "functional subclasses": NETS["functional subclasses"][1:],
     "frozen": (X, Y),
     "metrics": (X, Y),
 }

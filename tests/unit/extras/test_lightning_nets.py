@@ -264,6 +264,61 @@ def test_a_model_goes_with_its_last_name():
     assert module.trainer.fitkit_model is None
 
 
+class Outliving(modules.Net):
+    """A module that asks its trainer in its forward."""
+
+    def forward(self, x):
+        trainer = self.trainer
+        self.answers = {
+            "epoch": self.current_epoch,
+            "step": self.global_step,
+            "device": self.device,
+            "rank": (self.global_rank, self.local_rank, trainer.world_size),
+            "is_zero": trainer.is_global_zero,
+            "training": trainer.training,
+            "epochs": trainer.max_epochs,
+        }
+        return super().forward(x)
+
+
+def test_a_module_that_outlives_its_model_still_gets_answers():
+    def train():
+        model = trained(Outliving(), loader(), epochs=2)
+        return model.net, model.current_epoch
+
+    module, epoch = train()
+    gc.collect()
+    assert module.trainer.fitkit_model is None
+    module(torch.ones(2, 4))
+    assert module.answers == {
+        "epoch": epoch, "step": 6, "device": torch.device("cpu"), "rank": (0, 0, 1),
+        "is_zero": True, "training": False, "epochs": 2,
+    }  # fmt: skip
+    with pytest.raises(RuntimeError, match="trainer.callback_metrics"):
+        _ = module.trainer.callback_metrics
+    again = trained(module, loader(), epochs=1)
+    assert again.net.global_step == 3
+
+
+@pytest.mark.parametrize("frequency", [1, 2, 4])
+def test_a_schedule_of_every_so_many_batches_is_lightning_s_compiled_or_not(frequency):
+    class Scheduled(modules.Net):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            plan = {"scheduler": schedule, "interval": "step", "frequency": frequency}
+            return {"optimizer": optimizer, "lr_scheduler": plan}
+
+    theirs, ours = made(Scheduled, dropout=0.0)
+    ours = ours, copy.deepcopy(ours)
+    trainer = trained_by_lightning(theirs, loader(48), epochs=2)
+    rate = trainer.optimizers[0].param_groups[0]["lr"]
+    for module, jit in zip(ours, (False, TRACED), strict=True):
+        model = trained(module, loader(48), jit_compile=jit)
+        assert model.optimizer.param_groups[0]["lr"] == rate
+        assert_equal_weights(module, theirs, atol=1e-6)
+
+
 # ---------------------------------------------------------------------- data
 
 
@@ -489,6 +544,56 @@ def test_several_optimizers_need_manual_optimization():
             return [torch.optim.SGD(self.net[at].parameters(), lr=0.1) for at in (0, 3)]
 
     refused(Several)
+
+
+AT_CALLBACKS = [
+    name
+    for name in modules.HOOKS.split()
+    if name.startswith("on_") and hasattr(pl.Callback, name) and not name.endswith("_zero_grad")
+]
+
+
+class Notes(pl.Callback):
+    """Notes its hooks, and halves the rate after the first batch."""
+
+    def __init__(self):
+        self.calls = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.calls.append(("on_train_batch_end", batch_idx, len(batch[0])))
+        if trainer.global_step == 1:
+            trainer.optimizers[0].param_groups[0]["lr"] /= 2
+
+
+def noting(name):
+    def hook(self, trainer, pl_module, *arguments):
+        numbers = [one for one in arguments if isinstance(one, int)]
+        self.calls.append((name, *numbers, trainer.current_epoch, type(pl_module).__name__))
+
+    return hook
+
+
+for _name in set(AT_CALLBACKS) - {"on_train_batch_end", "on_train_end", "on_fit_end"}:
+    setattr(Notes, _name, noting(_name))
+
+
+class Brings(modules.WithAll):
+    def configure_callbacks(self):
+        self.notes = getattr(self, "notes", None) or Notes()
+        return [self.notes]
+
+
+def test_callbacks_that_a_module_brings_are_called_as_by_lightning():
+    theirs, ours = made(Brings, dropout=0.0)
+    trained_by_lightning(theirs, loader(), validation=loader(16, 4))
+    trained(ours, loader(), validation=loader(16, 4))
+    assert ours.notes.calls == theirs.notes.calls
+    assert_equal_weights(ours, theirs)
+    two = model_of(Brings(0.0), **TWO)
+    two.fit(loader(batch_size=4), validation_data=loader(16, 4), epochs=1, verbose=0)
+    assert [call for call in two.net.notes.calls if call[0] == "on_train_batch_end"] == [
+        ("on_train_batch_end", index, 4) for index in range(3)
+    ]
 
 
 def test_callbacks_of_lightning_are_refused():
