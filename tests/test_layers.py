@@ -23,6 +23,7 @@ LAYERS = {
     "registry": 1,
     "namesake": 1,
     "guests": 2,
+    "hyperparameters": 2,
     "activation_checkpointing": 1,
     "trees": 1,
     "samples": 1,

@@ -285,8 +285,7 @@ class _Shard(Source):
         count.
 
         Args:
-            promised: how many it was asked for. Only a batch that doesn't show its samples has so
-                many: a `collate_fn` may leave some out.
+            promised: how many it was asked for, which counts only if the batch doesn't show its own.
         """
         if batch is None or batch is NoRows:
             return 0

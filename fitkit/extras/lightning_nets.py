@@ -123,7 +123,7 @@ class LightningModel(ServedModel):
     # ------------------------------------------------------------------ copies and pickles
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"call": _settings(self.call), "written": set(self.written)}
+        own: dict[str, Any] = {"call": _settings(self.call), "written": set(self.written)}
         own["brings"] = bool(self.hooks.beside)
         state = {**super().__getstate__(), **own}
         return {name: value for name, value in state.items() if name not in SET_UP}
