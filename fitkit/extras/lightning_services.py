@@ -93,10 +93,10 @@ class Services:
                 own objects.
         """
         model = model_of(self)
-        found = model._made_optimizers()
+        found: list[Any] = list(model._made_optimizers())
         if use_pl_optimizer:
             found = [HandedOptimizer(one, toggled(model)) for one in found]
-        return found[0] if len(found) == 1 else list(found)
+        return found[0] if len(found) == 1 else found
 
     def lr_schedulers(self) -> Any:
         """Return the scheduler, the list of several, or None."""
