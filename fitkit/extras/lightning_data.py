@@ -238,7 +238,7 @@ def validation_data(loaders: Any) -> Any:
     return {f"dataloader_idx_{number}": loader for number, loader in enumerate(loaders)}
 
 
-def are_loaders(value: object) -> bool:
+def are_loaders(value: Any) -> bool:
     """Whether a value is loaders as Lightning's Trainer takes them: combined, lists or dicts."""
     if is_lightnings(value, "CombinedLoader"):
         return True
