@@ -1,4 +1,4 @@
-"""A model's hyperparameters: the arguments of its `__init__`, which `save_hyperparameters` keeps."""
+"""Hyperparameters: the arguments of a model's `__init__`, kept by `save_hyperparameters`."""
 
 from __future__ import annotations
 

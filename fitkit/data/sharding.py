@@ -285,7 +285,7 @@ class _Shard(Source):
         count.
 
         Args:
-            promised: how many it was asked for, which counts only if the batch doesn't show its own.
+            promised: how many it was asked for, if the batch doesn't show how many it has.
         """
         if batch is None or batch is NoRows:
             return 0
