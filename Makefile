@@ -5,6 +5,8 @@
 #   make test-all    with the slow tests, which take some ten minutes more
 #   make test-with   the fast tests with another Python or torch, all else the newest: PYTHON=3.12 TORCH=2.10
 #                    ARGS='$(SAMPLE)' for one or two minutes of them; make with PYTHON=… only for the environment
+#   make test-with-newest   the LightningModules and Keras networks of the tests with the newest lightning and keras on the index
+#                    TORCH=2.13.0+cpu takes that very build of torch
 #   make test-engines   DeepSpeed, Horovod, torch_tpu and Ray for real, each in an environment of its own (Horovod is compiled: half an hour)
 #   make test-cluster   across two "hosts" (network namespaces: Linux, root)
 #   make test-gpu    what needs an NVIDIA GPU, then benchmarks/gpu.py, with the torch that is there: PYTHON=python3
@@ -34,7 +36,7 @@ SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all with test-with test-cluster test-engines test-gpu test-simulated-gpu coverage lint typecheck bench bench-peers soak docs pictures release clean
+.PHONY: help setup demo test test-all with test-with test-with-newest test-cluster test-engines test-gpu test-simulated-gpu coverage lint typecheck bench bench-peers soak docs pictures release clean
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -80,6 +82,16 @@ with: $(UV)
 test-with: with
 	@$(WITH)/bin/python -c 'import sys, torch; print("[test-with] Python", sys.version.split()[0], "torch", torch.__version__)'
 	@$(WITH)/bin/python -m pytest $(SIDE_BY_SIDE) -m "not slow" $(ARGS)
+
+# What trains as in its own library, with that library as it is now. Nothing else of the test requirements comes along: what needs
+# more is skipped.
+NEWEST := $(OTHER)/newest
+PEERS_TESTS := $(addprefix tests/unit/extras/test_, lightning_programs.py lightning_nets.py lightning_data.py keras_nets.py)
+test-with-newest: $(UV)
+	@$(UV) venv --quiet --allow-existing --python $(or $(PYTHON),python3) $(NEWEST)
+	@$(UV) pip install --quiet --upgrade --python $(NEWEST) "torch$(if $(TORCH),==$(TORCH))" lightning keras pytest pytest-timeout pytest-xdist -e .
+	@$(NEWEST)/bin/python -c 'from importlib.metadata import version as v; print("[test-with-newest]", *(f"{n} {v(n)}" for n in ("lightning", "keras", "torch")))'
+	@$(NEWEST)/bin/python -m pytest $(SIDE_BY_SIDE) $(PEERS_TESTS) $(ARGS)
 
 coverage: $(STAMP)
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow" --cov=fitkit/training --cov-branch --cov-report=term-missing:skip-covered tests/unit/training $(ARGS)

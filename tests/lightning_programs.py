@@ -434,6 +434,32 @@ class ShortEpochs(Classifier):
         return -1 if batch_idx == 4 else None
 
 
+class SAM(torch.optim.Optimizer):
+    """Steps by the gradients at a point near by, which its closure computes (Foret et al., 2021)."""
+
+    def __init__(self, parameters, lr=0.1, rho=0.05):
+        super().__init__(parameters, {"lr": lr, "rho": rho})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        closure = torch.enable_grad()(closure)
+        loss = closure()
+        learning = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p, _ in learning]).norm()
+        moves = [p.grad * (group["rho"] / (norm + 1e-12)) for p, group in learning]
+        for (p, _), move in zip(learning, moves, strict=True):
+            p.add_(move)
+        closure()
+        for (p, group), move in zip(learning, moves, strict=True):
+            p.sub_(move).sub_(p.grad, alpha=group["lr"])
+        return loss
+
+
+class BySAM(Classifier):
+    def configure_optimizers(self):
+        return SAM(self.parameters())
+
+
 class Noisy(Classifier):
     """Dropout and batch normalization; seeds its noise by the batch."""
 
@@ -563,6 +589,7 @@ PROGRAMS = {
     "manual_accumulation": Program(ManualAccumulation),
     "short_epochs": Program(ShortEpochs, validation=None, logged=("train_loss",)),
     "noisy": Program(Noisy),
+    "sam": Program(BySAM),
     "metric_loss": Program(MetricLoss, logged=("train_loss_epoch", "likeness", "val_loss")),
     "double": Program(Classifier, settings={"precision": "64-true"}),
     "bfloat16": Program(Classifier, settings={"precision": "bf16-mixed"}),

@@ -533,8 +533,8 @@ def test_ranks_draw_other_noise_and_keep_one_seed():
 
 @pytest.mark.parametrize("parts", [2, 4])
 def test_what_is_added_to_losses_over_different_counts_counts_once(parts):
-    def absolute(prediction, target):  # a value for each sample, so that they say how many
-        return (prediction - target).abs().mean(-1)
+    def absolute(y_true, y_pred):  # a value for each sample, so that they say how many
+        return (y_pred - y_true).abs().mean(-1)
 
     def trained(batch_size, **settings):
         model = fitkit.Model(made("two outputs"))
