@@ -435,7 +435,7 @@ class ShortEpochs(Classifier):
 
 
 class SAM(torch.optim.Optimizer):
-    """Steps by the gradients at a point near by, which its closure computes (Foret et al., 2021)."""
+    """Steps by the gradients at a point near by, by its closure (Foret et al., 2021)."""
 
     def __init__(self, parameters, lr=0.1, rho=0.05):
         super().__init__(parameters, {"lr": lr, "rho": rho})
@@ -589,7 +589,7 @@ PROGRAMS = {
     "manual_accumulation": Program(ManualAccumulation),
     "short_epochs": Program(ShortEpochs, validation=None, logged=("train_loss",)),
     "noisy": Program(Noisy),
-    "sam": Program(BySAM),
+    "sam": Program(BySAM, logged=("val_loss", "val_accuracy")),
     "metric_loss": Program(MetricLoss, logged=("train_loss_epoch", "likeness", "val_loss")),
     "double": Program(Classifier, settings={"precision": "64-true"}),
     "bfloat16": Program(Classifier, settings={"precision": "bf16-mixed"}),
