@@ -174,6 +174,7 @@ from fitkit.distributed.wrapped_model import (
     WrappedModel,
 )
 from fitkit.guests import DATA, GUESTS, MODELS, Guest, OpenedData, guest_of
+from fitkit.held_modules import Untrained
 from fitkit.hooks import has_own_steps, overridden
 from fitkit.losses import Ask, CompiledLoss, Count, Loss, Term, checked_count, resolve
 from fitkit.losses.formulas import classes, elements, full, weighted_mean
@@ -201,7 +202,6 @@ from fitkit.optimizers import (
 from fitkit.pickling import REDUCERS, Together
 from fitkit.record import LogOptions
 from fitkit.schedulers import SCHEDULERS, PlannedScheduler
-from fitkit.trained import Untrained
 from fitkit.training.applier import Applier, ScaledApplier
 from fitkit.training.batch_transforms import (
     BatchTransform,
