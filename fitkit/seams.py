@@ -98,6 +98,7 @@ from fitkit.checkpoint.remote import is_url, parent
 from fitkit.checkpoint.sharded_folder import (
     is_folder_name,
 )
+from fitkit.checkpoint.uncompiled import plain_name
 from fitkit.checkpoint.weights import (
     save_weights,
 )
@@ -394,6 +395,7 @@ __all__ = [
     "part_sizes",
     "parts_of_update",
     "plain_layers",
+    "plain_name",
     "plain_value",
     "print_on_rank_zero",
     "put_rate",
