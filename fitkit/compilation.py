@@ -26,12 +26,13 @@ from fitkit.distributed.resolve import resolve_strategy
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.guests import NO_GUEST, guest_of
+from fitkit.held_modules import modules_in
 from fitkit.losses import CompiledLoss
 from fitkit.metrics import CompiledMetrics
 from fitkit.metrics.torchmetrics_adapter import is_torchmetric
 from fitkit.optimizers import OptimizerChoice, check_layer_decay, instances_in
 from fitkit.schedulers import SchedulerChoice
-from fitkit.trained import Trained, is_torchs_loss, modules_in
+from fitkit.trained import Trained, is_torchs_loss
 from fitkit.typing import (
     UNSET,
     AcceleratorName,

@@ -98,6 +98,7 @@ from fitkit.checkpoint.remote import is_url, parent
 from fitkit.checkpoint.sharded_folder import (
     is_folder_name,
 )
+from fitkit.checkpoint.uncompiled import plain_name
 from fitkit.checkpoint.weights import (
     save_weights,
 )
@@ -174,6 +175,7 @@ from fitkit.distributed.wrapped_model import (
     WrappedModel,
 )
 from fitkit.guests import DATA, GUESTS, MODELS, Guest, OpenedData, guest_of
+from fitkit.held_modules import Untrained
 from fitkit.hooks import has_own_steps, overridden
 from fitkit.losses import Ask, CompiledLoss, Count, Loss, Term, checked_count, resolve
 from fitkit.losses.formulas import classes, elements, full, weighted_mean
@@ -201,7 +203,6 @@ from fitkit.optimizers import (
 from fitkit.pickling import REDUCERS, Together
 from fitkit.record import LogOptions
 from fitkit.schedulers import SCHEDULERS, PlannedScheduler
-from fitkit.trained import Untrained
 from fitkit.training.applier import Applier, ScaledApplier
 from fitkit.training.batch_transforms import (
     BatchTransform,
@@ -394,6 +395,7 @@ __all__ = [
     "part_sizes",
     "parts_of_update",
     "plain_layers",
+    "plain_name",
     "plain_value",
     "print_on_rank_zero",
     "put_rate",

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.loss import _Loss
@@ -24,50 +22,14 @@ from torch.nn.modules.loss import _Loss
 from fitkit.accelerators import move
 from fitkit.buffers import Place
 from fitkit.distributed.strategies import Strategy
+from fitkit.held_modules import CONTAINERS, entries_of
 from fitkit.modes import modules_of, parameters_of, tensors_of
-
-
-class Untrained:
-    """A base class for what a loss holds and never trains, such as a teacher. It is passed over."""
-
-
-_WITHOUT_MODULES = (
-    Untrained, torch.Tensor, np.ndarray, np.generic, str, bytes, int, float, complex, type(None),
-    type, ModuleType, FunctionType, BuiltinFunctionType, torch.device, torch.dtype,
-    torch.utils.data.Dataset, torch.utils.data.DataLoader,
-)  # fmt: skip
-_CONTAINERS = (dict, list, tuple, set, frozenset)
-
-
-def modules_in(value: Any, name: str, seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield the modules that an object is or holds, however deep, each with the way to it.
-
-    Their submodules come with them. What a closure holds stays hidden.
-    """
-    seen = set() if seen is None else seen
-    if isinstance(value, _WITHOUT_MODULES) or id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, nn.Module):
-        yield name, value
-        return
-    parts: Iterable[tuple[Any, Any]]
-    if isinstance(value, _CONTAINERS):
-        parts = _entries(value)
-    elif isinstance(value, functools.partial):
-        parts = (("", part) for part in (value.func, value.args, value.keywords))
-    elif isinstance(value, MethodType):
-        parts = [("", value.__self__)]
-    else:
-        parts = ((f".{key}", part) for key, part in getattr(value, "__dict__", {}).items())
-    for step, part in parts:
-        yield from modules_in(part, name + step, seen)
 
 
 def _hidden_in(module: nn.Module, name: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules in plain containers of a module's own attributes."""
     for key, value in vars(module).items():
-        if type(value) in _CONTAINERS and value and not key.startswith(_TORCHS):
+        if type(value) in CONTAINERS and value and not key.startswith(_TORCHS):
             yield from _contained(value, f"{name}.{key}", seen)
 
 
@@ -78,15 +40,10 @@ def _contained(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, nn.
     if isinstance(value, nn.Module):
         seen.update(map(id, modules_of(value)))
         yield name, value
-    elif isinstance(value, _CONTAINERS):
+    elif isinstance(value, CONTAINERS):
         seen.add(id(value))
-        for step, part in _entries(value):
+        for step, part in entries_of(value):
             yield from _contained(part, name + step, seen)
-
-
-def _entries(container: Any) -> Iterator[tuple[str, Any]]:
-    entries = container.items() if isinstance(container, dict) else enumerate(container)
-    return ((f"[{key!r}]", part) for key, part in entries)
 
 
 _TORCHS = (

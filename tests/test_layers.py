@@ -34,6 +34,7 @@ LAYERS = {
     "pickling": 1,
     "buffers": 1,
     "closures": 1,
+    "held_modules": 1,
     "modes": 1,
     "distributed": 2,
     "data": 3,

@@ -52,7 +52,7 @@ class BackupAndRestore(Callback):
         backup_dir: a folder for this training only, or its URL (`s3://…`). It is created if
             needed. If you use several nodes, they must share it.
         save_freq: `"epoch"` (default: at the end of each), a number of batches, counted across
-            epochs, or False to save only on a signal.
+            epochs, or False to save only on a signal. A save waits as in `ModelCheckpoint`.
         double_checkpoint: Keras's spelling of `keep=2`. Default False.
         delete_checkpoint: whether to delete the backups when `fit` has ended. Default True.
         keep: how many backups to keep. If the newest is damaged, the one before it is used, with a

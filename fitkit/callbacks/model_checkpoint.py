@@ -76,7 +76,8 @@ class ModelCheckpoint(Callback):
             without its base model. Training can resume from them on the same base. Default False.
         mode: `"min"`, `"max"` or `"auto"` (default), which infers it from the name.
         save_freq: `"epoch"` (default), or a number of batches, counted across epochs. With
-            `steps_per_execution` a save waits for the end of its group of batches.
+            `steps_per_execution` a save waits for the end of its group of batches. The next one is
+            counted from the exact multiple.
         initial_value_threshold: a value that the first best must beat. Default: none.
         save_top_k: how many of the best files to keep. Files of this callback that fall out of the
             ranking are deleted. 0 keeps none (with `save_last`), -1 all, ranked if `monitor` is

@@ -263,9 +263,10 @@ def _refuse_missing(value: Any, dtypes: Mapping[Any, Any], name: str) -> None:
         part = value if column is None else value[column]
         if dtype.kind in "biu" and np.asarray(part.isna()).any():
             place = name if column is None else f"{name}[{column!r}]"
+            zero = False if dtype.kind == "b" else 0
             raise ArgumentTypeError(
                 f"{place} has the dtype {dtype} and missing values, which whole numbers and flags "
-                f"can't have. Write {place} = {place}.fillna(0), or with nan in their place "
+                f"can't have. Write {place} = {place}.fillna({zero}), or with nan in their place "
                 f"{place} = {place}.astype('Float64')."
             )
 

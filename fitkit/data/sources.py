@@ -59,6 +59,7 @@ from fitkit.data.loaders import (
     tell_epoch,
 )
 from fitkit.data.permutation import PermutationSampler
+from fitkit.data.stream_workers import watched
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 from fitkit.samples import samples_among
 
@@ -146,9 +147,9 @@ class LoaderSource(Source):
 
     def _read(self, number: int, skip: int) -> Iterator[Any]:
         if self.own_state is not None and (not skip or self.own_state.waits):
-            return self.own_state.batches(self.generators)
+            return watched(self.own_state.batches(self.generators), self.loader)
         if not skip or self.is_stream:
-            return without_first(iterate(self.loader, number), skip)
+            return without_first(watched(iterate(self.loader, number), self.loader), skip)
         indices, seeds = self.begin()
         computed = computed_batches(self.loader)
         rest = without_first(indices, skip) if computed is None else computed[skip:].lists()
@@ -183,7 +184,8 @@ class LoaderSource(Source):
             self._reader = ReadInOrder(self.loader)
         seeds = seeds_here(seeds)
         if self.is_stream:
-            return marked(without_first(self._reader(indices, number, seeds), skip))
+            batches = watched(self._reader(indices, number, seeds), self.loader)
+            return marked(without_first(batches, skip))
         return marked(self._reader(without_first(indices, skip), number, seeds))
 
     @property

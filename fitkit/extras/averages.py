@@ -24,6 +24,7 @@ from fitkit.seams import (
     as_parts,
     groups_of,
     guest_of,
+    plain_name,
     put_rate,
     run_of,
     share_buffers,
@@ -76,7 +77,7 @@ class AveragedWeights:
             and trees.is_inexact(place.tensor)
             and (name in parameters or is_running_statistic(name))
         }
-        self.names: list[str] = list(found)
+        self.names: list[str] = list(map(plain_name, found))  # files know no wrappers
         self._places = list(found.values())
         self._averages = [_widened(tensor).clone() for tensor in self._tensors]
         self._average = average
@@ -138,15 +139,17 @@ class AveragedWeights:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. The model has the same weights as then."""
         self.count = int(state["count"])
-        for name, mean in zip(self.names, self._averages, strict=True):
-            if name in state["averages"]:  # older files lack those of losses
-                mean.copy_(as_parts(state["averages"][name], mean))
+        self._take(state["averages"], self._averages)
         self._own = None
         if state["own"] is not None:
             self._own = [tensor.detach().clone() for tensor in self._tensors]
-            for name, own in zip(self.names, self._own, strict=True):
-                if name in state["own"]:
-                    own.copy_(as_parts(state["own"][name], own))
+            self._take(state["own"], self._own)
+
+    def _take(self, saved: dict[str, Any], tensors: list[torch.Tensor]) -> None:
+        by_name = {plain_name(name): value for name, value in saved.items()}
+        for name, tensor in zip(self.names, tensors, strict=True):
+            if name in by_name:  # older files lack those of losses
+                tensor.copy_(as_parts(by_name[name], tensor))
 
 
 def _of_losses(model: Module) -> dict[str, Place]:

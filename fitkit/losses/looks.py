@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fitkit.held_modules import CONTAINERS, modules_in
 from fitkit.random_states import kept_random_numbers
 
 
@@ -61,8 +62,13 @@ def _held_by(function: Any) -> tuple[list[Any], list[types.CellType]]:
                 with contextlib.suppress(ValueError):  # it is empty
                     waiting.append(cell.cell_contents)
                     cells[id(cell)] = cell
+        attributes = getattr(one, "__dict__", {})
         if isinstance(one, nn.Module):
             waiting += one.children()
+            held = [value for value in attributes.values() if type(value) in CONTAINERS]
+        else:
+            held = [one, attributes]
+        waiting += (module for _, module in modules_in(held, "loss"))
         if hasattr(one, "__dict__") and not isinstance(one, torch.Tensor):
             owners[id(one)] = one
     return list(owners.values()), list(cells.values())

@@ -118,8 +118,8 @@ def explained(
         return ConfigurationError(
             f"The numbers of this batch are of a type that the net or loss can't take: {given}"
             f"{'' if y is None else ', ' + shape_words(y, 'y')}. {_first_line(text)} Convert the "
-            "data: images and features to floats (x.astype('float32')), tokens and classes to "
-            "integers (x.astype('int64')).",
+            "data: images and features to floats (x.astype('float32')), tokens, codes of "
+            "categories and classes to integers of 64 bits (x.astype('int64')).",
             code="FK002",
         )
     if isinstance(error, RuntimeError) and DEVICE_ERRORS.search(text):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +16,72 @@ from fitkit.extras.loggers.base import Unit
 from fitkit.extras.loggers.services import MLflow, WandB
 from fitkit.extras.loggers.tensorboard import TensorBoard
 from fitkit.extras.loggers.text import CSV
-from fitkit.seams import checked_path, checked_place
+from fitkit.seams import checked_path, checked_place, run_of
 
 NAME = "lightning_logs"
 """The default folder or experiment name."""
 
 
-def _folder(save_dir: Any, name: Any, version: Any) -> Path | str:
-    """`<save_dir>/<name>/version_<n>`. Without a version, the first number not yet used."""
-    if name is not None and not isinstance(name, str):
-        raise ArgumentTypeError(f"name={describe(name)} must be a string or None.")
-    if isinstance(version, bool) or not isinstance(version, (int, str, type(None))):
-        raise ArgumentTypeError(f"version={describe(version)} must be a number or a string.")
-    place = checked_place(save_dir, "save_dir")
-    root = os.path.join(place, name) if name else os.fspath(place)
-    if version is None:
-        if isinstance(place, str):
-            files = urls.files_in(root, depth=3)
-            there = [os.path.relpath(file, root).partition("/")[0] for file in files]
+_NUMBERS: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+"""The numbers that the loggers of each run took, by folder: those of one `fit` share one."""
+
+
+class _Versions:
+    """Folders `<save_dir>/<name>/version_<n>`. Without a version, each new training has its own.
+
+    A number is taken when `fit` begins, by making the folder, so that no other training gets it.
+    Before, `folder` is the next free one. At a URL nobody can take a number: trainings that begin
+    within the same moment may get the same.
+    """
+
+    def __init__(self, save_dir: Any, name: Any, version: Any) -> None:
+        if name is not None and not isinstance(name, str):
+            raise ArgumentTypeError(f"name={describe(name)} must be a string or None.")
+        if isinstance(version, bool) or not isinstance(version, (int, str, type(None))):
+            raise ArgumentTypeError(f"version={describe(version)} must be a number or a string.")
+        place = checked_place(save_dir, "save_dir")
+        self._is_url = isinstance(place, str)
+        self._root = os.path.join(place, name) if name else os.fspath(place)
+        self._is_given, self._is_taken = version is not None, False
+        self._version: int | str = version if self._is_given else self._next()
+
+    @property
+    def folder(self) -> Path | str:
+        version = self._version
+        path = os.path.join(self._root, version if isinstance(version, str) else _named(version))
+        return path if self._is_url else Path(path)
+
+    def begin(self, run: Any, *, resumes: bool) -> None:
+        """Take the number of a training that begins."""
+        if self._is_given or (resumes and self._is_taken):
+            return
+        numbers = _NUMBERS.setdefault(run, {})
+        if self._root not in numbers:
+            numbers[self._root] = self._take()
+        self._version, self._is_taken = numbers[self._root], True
+
+    def _take(self) -> int:
+        while True:
+            number = self._next()
+            if self._is_url:
+                return number
+            os.makedirs(self._root, exist_ok=True)
+            with contextlib.suppress(FileExistsError):  # another training was faster
+                os.mkdir(os.path.join(self._root, _named(number)))
+                return number
+
+    def _next(self) -> int:
+        if self._is_url:
+            files = urls.files_in(self._root, depth=3)
+            there = [os.path.relpath(file, self._root).partition("/")[0] for file in files]
         else:
-            there = os.listdir(root) if os.path.isdir(root) else []
+            there = os.listdir(self._root) if os.path.isdir(self._root) else []
         found = [re.fullmatch(r"version_(\d+)", entry) for entry in there]
-        version = max((int(match[1]) for match in found if match), default=-1) + 1
-    folder = os.path.join(root, version if isinstance(version, str) else f"version_{version}")
-    return folder if isinstance(place, str) else Path(folder)
+        return max((int(match[1]) for match in found if match), default=-1) + 1
+
+
+def _named(number: int) -> str:
+    return f"version_{number}"
 
 
 class TensorBoardLogger(TensorBoard):
@@ -49,7 +93,8 @@ class TensorBoardLogger(TensorBoard):
     Args:
         save_dir: the folder for all runs, or its URL.
         name: a folder in it, or None. Default `"lightning_logs"`.
-        version: a number, or a folder's name. None (default) takes the next free number.
+        version: a number, or a folder's name. None (default) takes the next free number
+            when `fit` begins, for each new training.
         log_graph: whether to write the net's modules. Default False.
         update_freq: when to log; see `Logger`.
         step: what the steps count: `"updates"` (default) or `"batches"`; see `Logger`.
@@ -69,8 +114,14 @@ class TensorBoardLogger(TensorBoard):
         update_freq: str | int = "epoch",
         step: Unit = "updates",
     ) -> None:
-        folder = _folder(save_dir, name, version)
+        self._versions = _Versions(save_dir, name, version)
+        folder = self._versions.folder
         super().__init__(folder, write_graph=log_graph, update_freq=update_freq, step=step)
+
+    def start(self) -> None:
+        self._versions.begin(run_of(self.model), resumes=self.resumes)
+        self.log_dir = self._versions.folder
+        super().start()
 
     def log_scalars(self, values: dict[str, float], step: int, epoch: int | None) -> None:
         super().log_scalars(values, step, epoch)
@@ -96,7 +147,8 @@ class CSVLogger(CSV):
     Args:
         save_dir: the folder for all runs, or its URL. Folders are created if needed.
         name: a folder in it, or None. Default `"lightning_logs"`.
-        version: a number, or a folder's name. None (default) takes the next free number.
+        version: a number, or a folder's name. None (default) takes the next free number
+            when `fit` begins, for each new training.
         update_freq: when to write; see `Logger`.
         step: what the steps count: `"updates"` (default) or `"batches"`; see `Logger`.
 
@@ -119,10 +171,14 @@ class CSVLogger(CSV):
         update_freq: str | int = "epoch",
         step: Unit = "updates",
     ) -> None:
-        self.log_dir: Path | str = _folder(save_dir, name, version)
+        self._versions = _Versions(save_dir, name, version)
+        self.log_dir: Path | str = self._versions.folder
         super().__init__(os.path.join(self.log_dir, "metrics.csv"), update_freq, step=step)
 
     def start(self) -> None:
+        self._versions.begin(run_of(self.model), resumes=self.resumes)
+        self.log_dir = self._versions.folder
+        self._write_to(os.path.join(self.log_dir, "metrics.csv"))
         if isinstance(self.log_dir, str):
             urls.make_folder(self.log_dir)
         else:

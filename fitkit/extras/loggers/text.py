@@ -28,9 +28,12 @@ class _TextLogger(Logger):
         step: Unit = "batches",
     ) -> None:
         super().__init__(update_freq, step)
-        self.path: Path | str = checked_place(path)
         append = check_flag("append", append)
         self.append = append
+        self._write_to(path)
+
+    def _write_to(self, path: str | os.PathLike[str]) -> None:
+        self.path: Path | str = checked_place(path)
         self._file = self._kind(self.path, "step")
 
     def start(self) -> None:

@@ -162,6 +162,34 @@ def test_a_backup_comes_then_too(tmp_path, group):
     assert [file.__enter__().state["training"]["updates"] for file in found] == wanted
 
 
+@pytest.mark.parametrize("kind", ["ModelCheckpoint", "BackupAndRestore"])
+@pytest.mark.parametrize("accumulate", [2, 3])
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_saves_wait_for_the_updates_of_accumulated_batches(tmp_path, group, accumulate, kind):
+    if kind == "ModelCheckpoint":
+        saves = callbacks.ModelCheckpoint(tmp_path / "{epoch}-{batch}.h5", save_freq=3)
+    else:
+        saves = callbacks.BackupAndRestore(tmp_path, 3, delete_checkpoint=False, keep=9)
+    model = fitkit.Model(dense(3, 4, 1))
+    model.compile(
+        "sgd", "mse", learning_rate=1e-4, accelerator="cpu", devices=1,
+        steps_per_execution=group, accumulate_grad_batches=accumulate,
+    )  # fmt: skip
+    model.fit(X, Y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=saves)
+    updates = {
+        epoch * STEPS + end: epoch * -(-STEPS // accumulate) + -(-end // accumulate)
+        for epoch in range(EPOCHS)
+        for end in [*range(accumulate, STEPS, accumulate), STEPS]
+    }
+    places = sorted(set(group_ends(group)) & set(updates))
+    due = {min(end for end in places if end >= n) for n in range(3, STEPS * EPOCHS + 1, 3)}
+    found = []
+    for path in tmp_path.glob("*.h5"):
+        with open_checkpoint(path) as file:
+            found.append(file.state["training"]["updates"])
+    assert sorted(found) == sorted(updates[end] for end in due)
+
+
 @pytest.mark.parametrize("group", [1, 3, 4])
 def test_a_check_of_the_loss_isnt_missed_between_groups(group):
     class Lost(Callback):

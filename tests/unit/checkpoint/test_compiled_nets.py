@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fitkit
-from fitkit.callbacks import EarlyStopping, ModelCheckpoint
+from fitkit.callbacks import EMA, EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from tests.nets import regression
 from tests.reference import assert_same_weights
 
@@ -113,6 +113,33 @@ def test_a_training_goes_on_in_a_net_that_is_compiled_otherwise(make, trainable_
     trained(make, 2, tmp_path / "a.h5")
     for other in MAKES:
         assert_same_weights(trained(other, 3, resume_from=tmp_path / "a.h5"), right)
+
+
+AVERAGES = {
+    "EMA": lambda: EMA(0.8),
+    "EMA in use": lambda: EMA(0.8, swap_on_epoch=True),
+    "SWA": lambda: StochasticWeightAveraging(0.05, 1),
+}
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+def test_averages_go_on_in_a_net_that_is_compiled_otherwise(average, tmp_path):
+    def trained(make, epochs, path=None, resume_from=None):
+        torch.manual_seed(0)
+        model = compiled(make)
+        saves = [] if path is None else [ModelCheckpoint(path)]
+        model.fit(
+            X, Y, epochs=epochs, batch_size=4, shuffle=False, verbose=0, resume_from=resume_from,
+            callbacks=[AVERAGES[average](), *saves],
+        )  # fmt: skip
+        return own(model.net)[1]
+
+    right = trained(plain, 4)
+    for make in MAKES:
+        path = tmp_path / f"{make.__name__}.h5"
+        trained(make, 2, path)
+        for other in MAKES:
+            assert_same_weights(trained(other, 4, resume_from=path), right)
 
 
 @pytest.mark.parametrize("make", [whole, in_parts])

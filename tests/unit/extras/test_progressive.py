@@ -214,3 +214,16 @@ def test_batches_that_fit_cannot_cut_are_refused(what):
     sizes = {0: 0 if what == "size 0" else 4}
     with pytest.raises(fitkit.ConfigurationError):
         trained(compiled(**hardware), data, batches=sizes, **more)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_a_cpu_resizes_images_of_half_precision_as_float32(precision):
+    model, dtype = compiled(precision=precision), {"b": torch.bfloat16, "1": torch.float16}
+    halves = X.to(dtype[precision[0]])
+    seen = []
+    model.net.register_forward_pre_hook(lambda net, given: seen.append(given[0].clone()))
+    model.fit(
+        X, Y, batch_size=16, epochs=1, shuffle=False, verbose=0, callbacks=Progressive({0: 4})
+    )
+    right = F.interpolate(halves.float(), (4, 4), mode="bilinear", antialias=True).to(halves.dtype)
+    assert torch.equal(torch.cat(seen), right)

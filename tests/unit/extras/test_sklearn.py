@@ -110,6 +110,15 @@ def test_the_nets_options_are_parameters_in_pipelines_and_grids():
     assert cross_val_score(chain, X, NAMES, cv=2).mean() > 0.8
 
 
+def test_a_grid_may_hold_numpys_whole_numbers():
+    grid = {"batch_size": np.arange(50, 151, 50), "epochs": np.array([2])}
+    search = GridSearchCV(fast(), grid, cv=2).fit(X, NAMES)
+    right = GridSearchCV(fast(), {"batch_size": [50, 100, 150], "epochs": [2]}, cv=2).fit(X, NAMES)
+    for name in ("mean_test_score", "std_test_score"):
+        assert np.array_equal(search.cv_results_[name], right.cv_results_[name])
+    assert search.best_params_ == right.best_params_
+
+
 def test_parameters_are_stored_as_given_and_cloned_with_the_nets_options():
     net = nn.Linear(4, 3)
     callbacks = [fitkit.callbacks.EarlyStopping("loss", patience=1)]

@@ -60,9 +60,37 @@ def function():
     return loss, lambda: [loss.calls]
 
 
+class Holds:
+    """No module itself."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __call__(self, prediction, target):
+        return self.inner(prediction, target)
+
+
+class Lists(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = [{"loss": inner}]
+
+    def forward(self, prediction, target):
+        return self.inner[0]["loss"](prediction, target)
+
+
+def by_list(losses, prediction, target):
+    return losses[0](prediction, target)
+
+
 def kinds():
-    one, other, third = Remembers(), Remembers(), Remembers()
+    one, other, third, fourth = Remembers(), Remembers(), Remembers(), Remembers()
     return {
+        "attribute": (Holds(fourth), fourth.state),
+        "attribute of an attribute": (Holds(Holds(fourth)), fourth.state),
+        "method of an attribute": (Holds(fourth.forward), fourth.state),
+        "a module's plain list": (Lists(fourth), fourth.state),
+        "list in a partial": (functools.partial(by_list, [fourth]), fourth.state),
         "module": (one, one.state),
         "method": (other.forward, other.state),
         "partial": (functools.partial(Remembers.forward, third), third.state),

@@ -1,6 +1,7 @@
 """What `jit_compile` has compiled of a model ends with it: nothing of the process keeps either."""
 
 import gc
+import os
 import weakref
 
 import pytest
@@ -50,4 +51,20 @@ def test_a_compiled_model_is_freed_as_any_other(kind, net, options):
     gc.collect()
     assert model() is None and net() is None
     gc.collect()  # what torch had compiled was told of their end by the first one
+    assert weight() is None
+
+
+@pytest.mark.filterwarnings("ignore:jit_compile compiles the net alone")
+def test_a_compiled_keras_net_is_freed_too():
+    os.environ.setdefault("KERAS_BACKEND", "torch")
+    keras = pytest.importorskip("keras")
+
+    def net():
+        layers = keras.layers.Dense(8, "relu"), keras.layers.BatchNormalization()
+        return keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(3)])
+
+    model, net, weight = trained(fitkit.Model, net(), {})
+    gc.collect()
+    assert model() is None and net() is None
+    gc.collect()
     assert weight() is None

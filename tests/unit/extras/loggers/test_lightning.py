@@ -27,6 +27,41 @@ def test_csv_logger_writes_metrics_into_the_next_version(tmp_path):
     assert loggers.CSVLogger(tmp_path, version=3).log_dir == tmp_path / "lightning_logs/version_3"
 
 
+def rows_of(path):
+    with open(path) as file:
+        return [row["epoch"] for row in csv.DictReader(file)]
+
+
+def test_each_training_has_a_version_of_its_own_whichever_logger_was_made_first(tmp_path):
+    first, second = (loggers.CSVLogger(tmp_path, "mine") for _ in range(2))
+    for logger in (second, first, second):  # made together; one of them used twice
+        fit(logger)
+    found = sorted(path.name for path in (tmp_path / "mine").iterdir())
+    assert found == ["version_0", "version_1", "version_2"]
+    assert all(rows_of(tmp_path / "mine" / name / "metrics.csv") == ["0", "1"] for name in found)
+    assert [first.log_dir.name, second.log_dir.name] == ["version_1", "version_2"]
+    assert first.path == first.log_dir / "metrics.csv"
+
+
+def test_the_loggers_of_one_fit_share_a_version(tmp_path):
+    pytest.importorskip("tensorboard")
+    both = loggers.TensorBoardLogger(tmp_path), loggers.CSVLogger(tmp_path)
+    for number in range(2):
+        fit(list(both))
+        assert {logger.log_dir.name for logger in both} == {f"version_{number}"}
+        assert len(list(both[0].log_dir.iterdir())) >= 2
+
+
+def test_a_training_that_goes_on_keeps_its_version(tmp_path):
+    model = fitkit.Model(torch.nn.Linear(1, 1))
+    model.compile("sgd", "mse")
+    x, logger = torch.ones(4, 1), loggers.CSVLogger(tmp_path, "mine")
+    model.fit(x, x, epochs=2, verbose=0, callbacks=logger)
+    model.fit(x, x, epochs=4, initial_epoch=2, verbose=0, callbacks=logger)
+    assert rows_of(tmp_path / "mine" / "version_0" / "metrics.csv") == ["0", "1", "2", "3"]
+    assert len(list((tmp_path / "mine").iterdir())) == 1
+
+
 def test_tensor_board_logger_writes_lightnings_folders_and_names(tmp_path):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     logger = loggers.TensorBoardLogger(tmp_path, name="mine")
