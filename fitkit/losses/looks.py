@@ -14,15 +14,17 @@ import torch
 from torch import nn
 
 from fitkit.random_states import kept_random_numbers
+from fitkit.trees import leaves
 
 
 @contextlib.contextmanager
 def undone(function: Any) -> Iterator[None]:
     """Undo what calls in the block change: random numbers, and the state of a loss.
 
-    That are the attributes of a function or object, of the modules in it, and what a function holds
-    from around it. Copies of tensors, arrays and containers take the calls: the batch's own graph
-    may hold the originals. Not undone is what a call writes into parameters and global variables.
+    That are the attributes of a function or object, of the modules and functions in it, and what a
+    function holds from around it. Copies of tensors, arrays and containers take the calls: the
+    batch's own graph may hold the originals. Not undone is what a call writes into parameters and
+    global variables.
     """
     owners, cells = _held_by(function)
     attributes = [(vars(one), dict(vars(one))) for one in owners]
@@ -61,10 +63,9 @@ def _held_by(function: Any) -> tuple[list[Any], list[types.CellType]]:
                 with contextlib.suppress(ValueError):  # it is empty
                     waiting.append(cell.cell_contents)
                     cells[id(cell)] = cell
-        if isinstance(one, nn.Module):
-            waiting += one.children()
         if hasattr(one, "__dict__") and not isinstance(one, torch.Tensor):
             owners[id(one)] = one
+            waiting += filter(callable, leaves(list(vars(one).values())))
     return list(owners.values()), list(cells.values())
 
 
