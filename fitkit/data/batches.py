@@ -250,11 +250,13 @@ def check_weights(weight: Any, what: str) -> None:
     for tensor in trees.tensors(weight):
         if tensor.numel() == 0 or tensor.is_complex():
             continue
-        wrong = ~((tensor >= 0) & (tensor != float("inf")))
-        if bool(wrong.any()):
-            raise ConfigurationError(
-                f"{what} holds {tensor[wrong][0].item():g}, but a weight is a finite number from 0."
-            )
+        low, high = torch.aminmax(tensor)  # both NaN where a weight is
+        if low.item() >= 0 and high.item() < float("inf"):
+            continue
+        wrong = tensor[~((tensor >= 0) & (tensor != float("inf")))]
+        raise ConfigurationError(
+            f"{what} holds {wrong[0].item():g}, but a weight is a finite number from 0."
+        )
 
 
 def warn_of_second_target(y: Any, weight: Any) -> None:

@@ -15,6 +15,7 @@ from fitkit.arguments import check_number, describe
 from fitkit.errors import ConfigurationError
 from fitkit.losses.class_weights import ClassWeights
 from fitkit.losses.guards import check_learns
+from fitkit.losses.looks import undone
 from fitkit.losses.loss import Ask, Count, KnownLoss, Loss, resolve
 from fitkit.losses.own import OwnLoss
 from fitkit.outputs import (
@@ -376,7 +377,9 @@ class CompiledLoss:
                 "losses. Give a dict of sample_weight by output."
             )
         for part, prediction, target in pairs:
-            values = part.asking(ask).per_sample(copied(prediction), target)
+            loss = part.asking(ask)
+            with undone(loss):
+                values = loss.per_sample(copied(prediction), target)
             class_weights.begin(part.loss.labels(prediction, target), target, values)
 
     def weigh(self, target: Any, weight: Any) -> Any:
@@ -407,11 +410,20 @@ class CompiledLoss:
         plan = self._plan
         if plan is None or target is None:
             return
+        if self._only is not None and isinstance(target, torch.Tensor):
+            self._only.check_labels(target, plan.parts[0].classes)
+            return
         labels = plan.targets(target)
         for part in plan.parts:
             if labels[part.output] is not None:
                 with _naming(part.output):
                     part.loss.check_labels(labels[part.output], part.classes)
+
+    @property
+    def checks_each(self) -> bool:
+        """Whether `check_labels` must see each batch; not before `check`."""
+        parts = [] if self._plan is None else self._plan.parts
+        return any(part.loss.checks_each(part.classes) for part in parts)
 
     def check_learns(self, loss: torch.Tensor) -> None:
         """Refuse a training's first `loss` where no parameter's gradient can come from it.

@@ -209,6 +209,16 @@ def check_labels(
         )
 
 
+def takes_any_number(definition: Definition, classes: int | None) -> bool:
+    """Whether torch computes the loss for any numbers, where `check_labels` refuses some.
+
+    Args:
+        classes: as in `check_labels`.
+    """
+    meant = definition.hint.task == "binary" or definition.shares or definition.signs
+    return classes is None and bool(meant)
+
+
 def _check_yes_no(label: str, target: torch.Tensor) -> None:
     low, high = _range(target)
     if low >= -PROBABILITY_TOLERANCE and high <= 1.0 + PROBABILITY_TOLERANCE:

@@ -13,17 +13,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from fitkit.held_modules import CONTAINERS, modules_in
 from fitkit.random_states import kept_random_numbers
+from fitkit.trees import leaves
 
 
 @contextlib.contextmanager
 def undone(function: Any) -> Iterator[None]:
     """Undo what calls in the block change: random numbers, and the state of a loss.
 
-    That are the attributes of a function or object, of the modules in it, and what a function holds
-    from around it. Copies of tensors, arrays and containers take the calls: the batch's own graph
-    may hold the originals. Not undone is what a call writes into parameters and global variables.
+    That are the attributes of a function or object, of the modules and functions in it, and what a
+    function holds from around it. Copies of tensors, arrays and containers take the calls: the
+    batch's own graph may hold the originals. Not undone is what a call writes into parameters and
+    global variables.
     """
     owners, cells = _held_by(function)
     attributes = [(vars(one), dict(vars(one))) for one in owners]
@@ -56,21 +57,15 @@ def _held_by(function: Any) -> tuple[list[Any], list[types.CellType]]:
             waiting += [one.__self__, one.__func__]
             continue
         if isinstance(one, functools.partial):
-            waiting += [one.func, *one.args, *one.keywords.values()]
+            waiting += filter(callable, leaves([one.func, list(one.args), one.keywords]))
         if isinstance(one, types.FunctionType):
             for cell in one.__closure__ or ():
                 with contextlib.suppress(ValueError):  # it is empty
-                    waiting.append(cell.cell_contents)
+                    waiting += [cell.cell_contents, *leaves([cell.cell_contents])]
                     cells[id(cell)] = cell
-        attributes = getattr(one, "__dict__", {})
-        if isinstance(one, nn.Module):
-            waiting += one.children()
-            held = [value for value in attributes.values() if type(value) in CONTAINERS]
-        else:
-            held = [one, attributes]
-        waiting += (module for _, module in modules_in(held, "loss"))
         if hasattr(one, "__dict__") and not isinstance(one, torch.Tensor):
             owners[id(one)] = one
+            waiting += filter(callable, leaves(list(vars(one).values())))
     return list(owners.values()), list(cells.values())
 
 

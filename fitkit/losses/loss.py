@@ -28,7 +28,7 @@ from fitkit.losses.labels import Labels, known_labels, labels_by_values
 from fitkit.losses.names import LOSSES, TORCH_FUNCTIONS, Definition, known_module, unreduced
 from fitkit.losses.sums import check_no_sum, check_reduction
 from fitkit.outputs import IGNORED, SINGLE, LossHint, named_outputs, scale_of
-from fitkit.trees import cloned, copied, leaves
+from fitkit.trees import cloned, leaves
 
 Count = float | torch.Tensor | None
 """What a mean was taken over: a number, a tensor () on the device, or None for the samples."""
@@ -141,10 +141,20 @@ class Loss(abc.ABC):
     def check_labels(self, target: Any, classes: int | None) -> None:
         """Refuse targets, perhaps those of a whole data set, that are no labels for this loss.
 
+        Called when a first batch's loss is known: it may show what the labels mean.
+
         Args:
             classes: what `count_classes` gave.
         """
         return  # most losses take any number
+
+    def checks_each(self, classes: int | None) -> bool:
+        """Whether `check_labels` must see each batch: nothing else shows a later one's fault.
+
+        Args:
+            classes: what `count_classes` gave.
+        """
+        return False
 
     def may_count(self, targets: list[Any] | None) -> bool:
         """Whether the mean may be taken over something else than samples.
@@ -296,6 +306,9 @@ class KnownLoss(Loss):
     def check_labels(self, target: Any, classes: int | None) -> None:
         guards.check_labels(self._definition, self.label, torch.as_tensor(target), classes)
 
+    def checks_each(self, classes: int | None) -> bool:
+        return guards.takes_any_number(self._definition, classes)
+
     def to(self, device: torch.device) -> None:
         if self._module is not None:
             move(self._module, device)
@@ -323,6 +336,7 @@ class CustomLoss(Loss):
         self.ignored: Any = getattr(function, "ignore_index", IGNORED)
         self._has_warned = False
         self._was_asked = False  # whether it sums
+        self._gives_one = False  # a number for a batch, the last time
         self._per_label: float | None = None  # the values that it gave for each label
         if isinstance(function, nn.Module) and isinstance(
             getattr(function, "reduction", None), str
@@ -347,6 +361,7 @@ class CustomLoss(Loss):
         result = self._call(self._function, prediction, target)
         if not result.requires_grad:
             self._check_detached(prediction)
+        self._gives_one = result.ndim == 0
         if result.ndim:
             is_tensor = isinstance(target, torch.Tensor) and target.numel() > 0
             self._per_label = result.numel() / target.numel() if is_tensor else None
@@ -395,23 +410,25 @@ class CustomLoss(Loss):
         # Kept for evaluations, in which there is no graph to read it from.
         single = named_outputs(prediction).get(SINGLE)
         self.hint = LossHint(scale_of(single) or self.hint.takes)
-        ignored = self.ignored
-        if self._has_warned or not isinstance(ignored, int):
+
+    def check_labels(self, target: Any, classes: int | None) -> None:
+        """Warn, once, of labels that may not count in a mean over nobody knows what."""
+        if self._has_warned or not self.checks_each(classes):
             return
         labels = [leaf for leaf in leaves(target) if isinstance(leaf, torch.Tensor)]
         labels = [leaf for leaf in labels if not leaf.is_floating_point()]
-        if any(bool((leaf == ignored).any()) for leaf in labels):
-            with torch.no_grad():
-                is_mean = self._call(self._function, *copied((prediction, target))).ndim == 0
-            if is_mean:
-                self._has_warned = True
-                warn(
-                    f"{self.label} gives one number for a batch that has labels of {ignored}. "
-                    "If these don't count in it, fitkit can't tell what its mean is taken over. It "
-                    "weights batches by their samples, so the result depends on how they are cut. "
-                    "Let the loss return its values before the mean, for the labels that count. "
-                    "fitkit takes the mean."
-                )
+        if any(bool((leaf == self.ignored).any()) for leaf in labels):
+            self._has_warned = True
+            warn(
+                f"{self.label} gives one number for a batch that has labels of {self.ignored}. "
+                "If these don't count in it, fitkit can't tell what its mean is taken over. It "
+                "weights batches by their samples, so the result depends on how they are cut. "
+                "Let the loss return its values before the mean, for the labels that count. "
+                "fitkit takes the mean."
+            )
+
+    def checks_each(self, classes: int | None) -> bool:
+        return self._gives_one and isinstance(self.ignored, int)
 
     def to(self, device: torch.device) -> None:
         if isinstance(self._function, nn.Module):

@@ -29,6 +29,7 @@ class OwnLoss(Loss):
         self.hint: LossHint = LossHint()
         self.rule: str | None = None
         self.is_decided: bool = False
+        self._is_unclear = False  # decided, although nothing showed the rule
         self._has_warned = False
 
     def __call__(self, prediction: Any, target: Any = None) -> torch.Tensor:
@@ -130,7 +131,17 @@ class OwnLoss(Loss):
         if bool(ignored.all()):
             return  # no loss was computed of any label yet
         self._take(labels_rule(prediction, target))
-        if self.rule is None and bool(ignored.any()) and not self._has_warned:
+        self._is_unclear = self.rule is None
+        self.check_labels(target, None)
+
+    def checks_each(self, classes: int | None) -> bool:
+        return self.rule is None
+
+    def check_labels(self, target: Any, classes: int | None) -> None:
+        """Warn, once, of labels that don't count in a mean over nobody knows what."""
+        if not self._is_unclear or self._has_warned or not is_labels(target):
+            return
+        if bool((target == IGNORED).any()):
             self._has_warned = True
             warn(
                 "Labels of -100 don't count in the net's own loss, and fitkit can't tell what "

@@ -364,7 +364,7 @@ class EvaluationPass:
         advance: Callable[[Batch, int], Outcome | None] = self._first
         index, empty = -1, 0
         with self:
-            batches = self._step.mover.bring_each(iter(mine))
+            batches = self._step.mover.bring_each(self._step.looking(iter(mine)))
             for group in in_groups(batches, model._fitkit.compilation.given.steps_per_execution):
                 has_rows = False
                 for index, batch in group:

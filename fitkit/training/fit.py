@@ -327,7 +327,7 @@ class Fit:
         looks = validates or stopping.asks or users_look(callbacks, "train")
         index, empty = done - 1, 0
         with as_current(model, context):
-            batches = step.mover.bring_each(self.stream.epoch(done))
+            batches = step.mover.bring_each(step.looking(self.stream.epoch(done)))
             if self.batch_transforms is not None:
                 batches = self.batch_transforms.each(batches, done)
             batches = update.peekable(batches)

@@ -170,6 +170,10 @@ class OwnStep:
         if context.name == "training":  # elsewhere ranks may make unequal numbers of steps
             context.logged.exchange(self.ranks, is_padding=samples == 0)
 
+    def looking(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield a pass's batches. What is in them is the own step's matter."""
+        return batches
+
     def join_losses(self) -> None:
         """Do nothing: the model's own code computes each loss."""
 

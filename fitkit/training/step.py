@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from fitkit import trees
 from fitkit.accelerators import number_of
 from fitkit.compilation import MEMORY_FORMATS
-from fitkit.data.batches import Batch, check_weights, unpack_batch, warn_of_second_target
+from fitkit.data.arrays import as_tensors
+from fitkit.data.batches import Batch, NoRows, check_weights, unpack_batch, warn_of_second_target
 from fitkit.data.to_device import LABEL_KEYS, Mover, Transfer
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Strategy
@@ -146,6 +147,7 @@ class CompiledStep:
         self._is_first = True
         self._opens = False  # whether batches are parts that need no move
         self._has_weights = False
+        self._checks_labels = False  # of each batch
         self._joins: torch.Size | None = None  # of predictions whose losses the metrics compute
         self.may_count = may_count
         self.may_be_nan: bool = compilation.loss.may_be_nan
@@ -230,6 +232,7 @@ class CompiledStep:
             counts: whether the metrics count it.
         """
         x, y, weight = self.parts(batch)
+        self._check_later(y, weight)
         # Replicas take turns at the first batch, whose checks build the metrics, and at their sums.
         with contextlib.nullcontext() if self.checked else self._replicas:
             outcome = self.compute(self.in_precision(model), x, y, weight, is_part=is_part)
@@ -260,7 +263,9 @@ class CompiledStep:
 
     def moved_parts(self, batch: Batch) -> tuple[Any, Any, Any]:
         """Return a batch's inputs, targets and weights, on the device, in memory of their own."""
-        return self.parts(self.mover(batch))
+        x, y, weight = self.parts(self.mover(batch))
+        self._check_later(y, weight)
+        return x, y, weight
 
     def parts(self, batch: Tree) -> tuple[Any, Any, Any]:
         """Return the inputs, targets and weights of a batch that is on the device."""
@@ -412,8 +417,6 @@ class CompiledStep:
         self._ask_net(loss, outputs, x, y, is_part)
         with torch.no_grad():
             loss.check(outputs, y, ask)
-            for targets in self.all_targets:
-                loss.check_labels(targets)
             if self.meters is not None:
                 hint = functools.partial(loss.hint, net=self.wrapped.module)
                 shown, labels = self._brought((outputs, y))
@@ -424,13 +427,53 @@ class CompiledStep:
         found = self._outcome(outputs, y, weight, is_part, ask)
         assert found.loss is not None
         loss.check_learns(found.loss)
+        for targets in (y, *self.all_targets):
+            loss.check_labels(targets)
+        self._checks_labels = loss.checks_each
         return found
 
     def _look_at(self, data: Any) -> None:
         """Decide by the first batch, after its forward, whether others need no move."""
         are_rows = self.keeps_batches and type(data) is tuple and self._sequences is None
         if are_rows and BATCHES_STAY.is_on:
-            self._opens, self._has_weights = self.mover.leaves(data), len(data) > 2
+            is_known = bool(self.all_targets) or not self._checks_labels
+            self._opens = is_known and self.mover.leaves(data)
+            self._has_weights = len(data) > 2
+
+    # ------------------------------------------------------------------ later batches
+
+    def _check_later(self, y: Tree, weight: Tree) -> None:
+        """Refuse labels and weights of a later batch that would silently count.
+
+        Those on a device aren't read, because it would have to be waited for.
+        """
+        if not self.checked or self.loss is None:
+            return
+        if weight is not None and _are_in_main_memory(weight):
+            check_weights(weight, WEIGHTS)
+        if self._checks_labels and y is not None and _are_in_main_memory(y):
+            self.loss.check_labels(y)
+
+    def looking(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield a pass's batches; those on their way to a device are checked before."""
+        known = self.keeps_batches and bool(self.all_targets)
+        if self.loss is None or known or self._kind == "cpu":  # there, `moved_parts` checks them
+            return batches
+        return map(self._looked_at, batches)
+
+    def _looked_at(self, batch: Any) -> Any:
+        if self.checked and batch is not NoRows:
+            x, y, weight = self._unpack(batch.data)
+            given = (labels_inside(x) if y is None else y), weight
+            self._check_later(*trees.map_leaves(self._as_tensor, given))
+        return batch
+
+    def _as_tensor(self, leaf: object) -> object:
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
+            return as_tensors(leaf, "y", self.mover.transfer.wide_dtype, target=True)
+        return leaf
+
+    # ------------------------------------------------------------------ the first batch's parts
 
     def _check_batch(self, x: Tree, y: Tree, weight: Tree) -> None:
         """Refuse an invalid first batch before the net gets it."""
@@ -597,10 +640,16 @@ def check_inputs(x: Tree, weight: Tree, name: str) -> None:
             "array of one weight per sample. Leave out a third entry of another meaning, such as "
             "names of files, in a collate_fn, or write a training_step."
         )
-    check_weights(
-        weight,
-        "A batch's third entry is the sample weights (several targets are (x, (y, y2))); it",
-    )
+    check_weights(weight, WEIGHTS)
+
+
+WEIGHTS = "A batch's third entry is the sample weights (several targets are (x, (y, y2))); it"
+
+
+def _are_in_main_memory(tree: Tree) -> bool:
+    """Whether a tree consists of tensors there."""
+    found = (leaf for leaf in trees.leaves(tree) if leaf is not None)
+    return all(isinstance(leaf, torch.Tensor) and leaf.is_cpu for leaf in found)
 
 
 NET_ITSELF = Shortcut("the net called without the model around it")

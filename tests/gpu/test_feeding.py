@@ -29,6 +29,7 @@ def model_on(accelerator, **arguments):
 
 
 X, Y = torch.randn(500, 8), torch.randint(0, 3, (500,))
+ONE = {"accelerator": "gpu", "devices": 1}
 
 
 def data(kind):
@@ -53,6 +54,29 @@ def test_a_gpu_learns_from_the_same_batches_as_the_cpu(kind, resident, monkeypat
         histories.append(history.history)
     for name, expected in histories[0].items():
         assert histories[1][name] == pytest.approx(expected, rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["loader", "numpy batches"])
+@pytest.mark.parametrize("mine", [False, True])
+def test_a_later_batch_is_checked_on_its_way(kind, mine):
+    class Mine(fitkit.Model):
+        def transfer_batch_to_device(self, batch, device):
+            return tuple(torch.as_tensor(part).to(device) for part in batch)
+
+    def batches(*parts):
+        if kind == "loader":
+            return DataLoader(TensorDataset(*parts), 250)
+        return [tuple(part[i:i + 250].numpy() for part in parts) for i in (0, 250)]
+
+    model = (Mine if mine else fitkit.Model)(nn.Linear(8, 3))
+    model.compile("sgd", lambda p, t: nn.functional.cross_entropy(p, t), **ONE)
+    labels, weights = Y.clone(), torch.ones(500)
+    labels[400], weights[400] = -100, -1
+    with pytest.warns(UserWarning, match="labels of -100"):
+        model.evaluate(batches(X, labels), verbose=0)
+    model.compile("sgd", "cross_entropy", **ONE)
+    with pytest.raises(fitkit.ConfigurationError, match="finite number from 0"):
+        model.fit(batches(X, Y, weights), verbose=0)
 
 
 @dataclasses.dataclass

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fitkit
+from fitkit.losses import resolve
 from fitkit.losses.looks import undone
 from tests.nets import linear, normal
 from tests.reference import assert_same_weights
@@ -85,6 +86,7 @@ def by_list(losses, prediction, target):
 
 def kinds():
     one, other, third, fourth = Remembers(), Remembers(), Remembers(), Remembers()
+    around = Around()
     return {
         "attribute": (Holds(fourth), fourth.state),
         "attribute of an attribute": (Holds(Holds(fourth)), fourth.state),
@@ -94,9 +96,24 @@ def kinds():
         "module": (one, one.state),
         "method": (other.forward, other.state),
         "partial": (functools.partial(Remembers.forward, third), third.state),
+        "object": (around, around.state),
+        "compiled": (resolve(around), around.state),
         "closure": closure(),
         "function": function(),
     }
+
+
+class Around:
+    """An object that holds its losses in plain attributes and lists."""
+
+    def __init__(self):
+        self.inner, self.others = Remembers(), [Remembers()]
+
+    def __call__(self, prediction, target):
+        return self.inner(prediction, target) + self.others[0](prediction, target)
+
+    def state(self):
+        return [self.inner.state(), self.others[0].state()]
 
 
 @pytest.mark.parametrize("kind", kinds())
@@ -128,3 +145,20 @@ def test_a_loss_is_called_once_a_batch_though_its_shapes_look_wrong():
     model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
     assert loss.state() == pytest.approx(mine.state())
     assert_same_weights(model.net, plain, atol=1e-7)
+
+
+class Each(Remembers):
+    """Gives a value for each sample."""
+
+    def forward(self, prediction, target):
+        super().forward(prediction, target)
+        return (prediction - target).square()
+
+
+def test_class_weights_ask_a_loss_for_nothing_that_stays():
+    x, y = normal(12, 3), (torch.arange(12.0) % 2)[:, None]
+    loss = Each()
+    model = fitkit.Model(linear(3, 1))
+    model.compile("sgd", loss, accelerator="cpu", devices=1)
+    model.fit(x, y, batch_size=4, class_weight={1: 2.0}, verbose=0)
+    assert loss.calls == 3

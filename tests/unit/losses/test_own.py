@@ -280,8 +280,11 @@ def test_a_function_that_means_its_shapes_is_left_alone(loss):
     resolve(loss).check(torch.rand(6, 1), torch.rand(6))
 
 
+calls = []  # a list that the function itself held would be put back
+
+
 def test_a_function_is_evaluated_early_only_where_shapes_are_suspicious():
-    calls = []
+    calls.clear()
 
     def counted(prediction, target):
         calls.append(torch.rand(1))
