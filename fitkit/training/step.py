@@ -264,7 +264,8 @@ class CompiledStep:
     def moved_parts(self, batch: Batch) -> tuple[Any, Any, Any]:
         """Return a batch's inputs, targets and weights, on the device, in memory of their own."""
         x, y, weight = self.parts(self.mover(batch))
-        self._check_later(y, weight)
+        if weight is not None or self._checks_labels:
+            self._check_later(y, weight)
         return x, y, weight
 
     def parts(self, batch: Tree) -> tuple[Any, Any, Any]:
