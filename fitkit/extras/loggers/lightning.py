@@ -43,7 +43,7 @@ class _Versions:
         self._is_url = isinstance(place, str)
         self._root = os.path.join(place, name) if name else os.fspath(place)
         self._is_given, self._is_taken = version is not None, False
-        self._version: int | str = version if self._is_given else self._next()
+        self._version: int | str = self._next() if version is None else version
 
     @property
     def folder(self) -> Path | str:
