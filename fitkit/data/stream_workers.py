@@ -67,7 +67,7 @@ def _digest(batch: Any) -> bytes | None:
             if leaf.layout is not torch.strided or leaf.is_nested:
                 return None
             digest.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
-            digest.update(bytes_of(leaf).cpu().numpy().tobytes())
+            digest.update(bytes_of(leaf).cpu().numpy().data)
         elif isinstance(leaf, (str, bytes, bool, int, float)) or leaf is None:
             digest.update(repr(leaf).encode())
         else:
