@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from fitkit import callbacks, data, losses, optimizers, precisions, strategies
-from fitkit.activation_checkpointing import checkpoint_activations
 from fitkit.callbacks import History
 from fitkit.errors import (
     CheckpointError,
@@ -20,6 +19,7 @@ from fitkit.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fitkit import loggers, pictures, transforms, tune
+    from fitkit.extras.activation_checkpointing import checkpoint_activations
     from fitkit.extras.free_devices import find_usable_cuda_devices
     from fitkit.extras.planning import plan
     from fitkit.extras.verification.verifying import verify
@@ -27,6 +27,9 @@ else:
     __getattr__ = imported_on_demand(
         __name__,
         {
+            "checkpoint_activations": (
+                "fitkit.extras.activation_checkpointing:checkpoint_activations"
+            ),
             "find_usable_cuda_devices": "fitkit.extras.free_devices:find_usable_cuda_devices",
             "loggers": "fitkit.loggers",
             "pictures": "fitkit.pictures",

@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from fitkit.arguments import check_choice, check_count, check_flag, describe
 from fitkit.compilation import Compilation
 from fitkit.data.batches import Batch
+from fitkit.distributed.in_place import as_parts
 from fitkit.distributed.precision import Scaling, scaled_steps
-from fitkit.distributed.spread.in_place import as_parts
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 from fitkit.modes import parameters_of

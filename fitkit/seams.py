@@ -37,13 +37,7 @@ from fitkit.callbacks.batch_sizes import SetsBatchSize, value_in
 from fitkit.callbacks.callback_list import CALLBACKS, Callbacks
 from fitkit.callbacks.checkpoint_writer import CheckpointWriter
 from fitkit.callbacks.monitor import Monitor
-from fitkit.callbacks.rates import (
-    groups_of,
-    optimizers_of,
-    rate_of,
-    refuse_scheduler,
-    set_rate,
-)
+from fitkit.callbacks.rates import groups_of, optimizers_of, rate_of, refuse_scheduler, set_rate
 from fitkit.callbacks.text_files import (
     JSONLinesFile,
     Table,
@@ -56,24 +50,11 @@ from fitkit.callbacks.text_files import (
     replace_text,
     writable,
 )
-from fitkit.checkpoint.arrays import (
-    state_of,
-    storable,
-)
-from fitkit.checkpoint.atomic import (
-    HeldInterrupts,
-    check_folder_of,
-    replacing,
-)
-from fitkit.checkpoint.checkpoint_file import (
-    checkpoint_in,
-    open_stored,
-    save_checkpoint,
-)
+from fitkit.checkpoint.arrays import state_of, storable
+from fitkit.checkpoint.atomic import HeldInterrupts, check_folder_of, replacing
+from fitkit.checkpoint.checkpoint_file import checkpoint_in, open_stored, save_checkpoint
 from fitkit.checkpoint.codec import check_plain, decode_state
-from fitkit.checkpoint.container import (
-    refusals,
-)
+from fitkit.checkpoint.container import refusals
 from fitkit.checkpoint.formats import (
     FORMATS,
     SUFFIXES,
@@ -88,20 +69,11 @@ from fitkit.checkpoint.formats import (
     weights_in,
 )
 from fitkit.checkpoint.frozen import Frozen, noted
-from fitkit.checkpoint.header import (
-    FORMAT_VERSION,
-    damaged,
-    open_file,
-    unreadable,
-)
+from fitkit.checkpoint.header import FORMAT_VERSION, damaged, open_file, unreadable
 from fitkit.checkpoint.remote import is_url, parent
-from fitkit.checkpoint.sharded_folder import (
-    is_folder_name,
-)
+from fitkit.checkpoint.sharded_folder import is_folder_name
 from fitkit.checkpoint.uncompiled import plain_name
-from fitkit.checkpoint.weights import (
-    save_weights,
-)
+from fitkit.checkpoint.weights import save_weights
 from fitkit.data.arrays import as_tensors, is_array, made_dense, samples_between
 from fitkit.data.batches import Batch, NoRows, Source, marked, unpack_batch
 from fitkit.data.loaders import ReadInOrder, begin_order, iterate, iterates_by_itself, seeds_apart
@@ -124,20 +96,20 @@ from fitkit.distributed.collectives import (
     unpack_gradients,
 )
 from fitkit.distributed.comm_hooks import hook_of
-from fitkit.distributed.devices import (
-    Machine,
-    choose_kind,
-    overload,
-    usable_cores,
+from fitkit.distributed.devices import Machine, choose_kind, overload, usable_cores
+from fitkit.distributed.first_forward import refusing_writes
+from fitkit.distributed.in_place import (
+    ModuleInPlace,
+    OptimizerInPlace,
+    as_parts,
+    held_by,
+    whole,
+    whole_on_host,
 )
 from fitkit.distributed.launchers.meeting_folder import parent_of
 from fitkit.distributed.launchers.script import is_script_rank
-from fitkit.distributed.precision import (
-    PRECISIONS,
-    MixedPrecision,
-    Precision,
-    plain_layers,
-)
+from fitkit.distributed.meta_tensors import Unfilled
+from fitkit.distributed.precision import PRECISIONS, MixedPrecision, Precision, plain_layers
 from fitkit.distributed.precision.base import (
     FLOAT8,
     BFloat16Mixed,
@@ -149,31 +121,12 @@ from fitkit.distributed.precision.base import (
 )
 from fitkit.distributed.resolve import named_strategy, resolve_strategy
 from fitkit.distributed.rows import gather, part_sizes, split
-from fitkit.distributed.spread.in_place import (
-    ModuleInPlace,
-    OptimizerInPlace,
-    as_parts,
-    held_by,
-    whole,
-)
-from fitkit.distributed.spread.module import blocks_of, check_trains, shares_parameters
-from fitkit.distributed.strategies import (
-    DDP,
-    FSDP,
-    STRATEGIES,
-    DDPSharded,
-    SingleDevice,
-)
+from fitkit.distributed.strategies import DDP, STRATEGIES, SingleDevice
 from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.ddp import DDPWrapper
 from fitkit.distributed.strategies.engine import Engine, norm_of
 from fitkit.distributed.world import RankGroup, World, counting_connections, enter
-from fitkit.distributed.wrapped_model import (
-    DividedModel,
-    ReplicatedModel,
-    StepRouter,
-    WrappedModel,
-)
+from fitkit.distributed.wrapped_model import DividedModel, ReplicatedModel, StepRouter, WrappedModel
 from fitkit.guests import DATA, GUESTS, MODELS, Guest, OpenedData, guest_of
 from fitkit.held_modules import Untrained
 from fitkit.hooks import has_own_steps, overridden
@@ -189,6 +142,7 @@ from fitkit.metrics.named import NAMES as METRICS
 from fitkit.metrics.named import Named
 from fitkit.metrics.sums import Mean
 from fitkit.module import Module
+from fitkit.optimizer_copies import kept_apart
 from fitkit.optimizers import (
     FUSED,
     HOW,
@@ -211,7 +165,7 @@ from fitkit.training.batch_transforms import (
     as_transform,
     name_of,
 )
-from fitkit.training.compiler import Compiler, NetAlone, PassSteps, Take, Updates
+from fitkit.training.compiler import Compiler, NetAlone, Take, Updates
 from fitkit.training.empty_parts import stop_gradients_of_nothing
 from fitkit.training.own_step import OwnStep, loss_in, said_count
 from fitkit.training.predictions import Elsewhere, reading_on_ranks
@@ -228,7 +182,6 @@ __all__ = [
     "FLOAT8",
     "FORMATS",
     "FORMAT_VERSION",
-    "FSDP",
     "FUSED",
     "GUESTS",
     "HOW",
@@ -258,7 +211,6 @@ __all__ = [
     "CompiledStep",
     "Compiler",
     "Count",
-    "DDPSharded",
     "DDPWrapper",
     "Definition",
     "DividedModel",
@@ -291,7 +243,6 @@ __all__ = [
     "OptimizerInPlace",
     "Outcome",
     "OwnStep",
-    "PassSteps",
     "PlannedScheduler",
     "Precision",
     "ProcessGroup",
@@ -311,6 +262,7 @@ __all__ = [
     "Term",
     "TextFile",
     "Together",
+    "Unfilled",
     "Untrained",
     "Update",
     "Updates",
@@ -328,7 +280,6 @@ __all__ = [
     "batches_of_call",
     "begin_order",
     "beside",
-    "blocks_of",
     "change_layer",
     "changed_layers",
     "check_data_type",
@@ -336,7 +287,6 @@ __all__ = [
     "check_pair",
     "check_plain",
     "check_trainable",
-    "check_trains",
     "checked_count",
     "checked_path",
     "checked_place",
@@ -371,6 +321,7 @@ __all__ = [
     "iterate",
     "iterates_by_itself",
     "keeps_rows",
+    "kept_apart",
     "length_of",
     "loss_in",
     "made_dense",
@@ -403,6 +354,7 @@ __all__ = [
     "reading_on_ranks",
     "refusals",
     "refuse_scheduler",
+    "refusing_writes",
     "replace_text",
     "replacing",
     "resolve",
@@ -417,7 +369,6 @@ __all__ = [
     "seeds_apart",
     "set_rate",
     "share_buffers",
-    "shares_parameters",
     "split",
     "state_of",
     "stop_gradients_of_nothing",
@@ -434,5 +385,6 @@ __all__ = [
     "weighted_mean",
     "weights_in",
     "whole",
+    "whole_on_host",
     "writable",
 ]

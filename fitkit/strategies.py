@@ -9,9 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from fitkit.distributed.strategies import DDP as DDPStrategy
-from fitkit.distributed.strategies import FSDP as FSDPStrategy
 from fitkit.distributed.strategies import STRATEGIES, Engine, Strategy
-from fitkit.distributed.strategies import DDPSharded as DDPShardedStrategy
 from fitkit.distributed.strategies import DDPSpawn as DDPSpawnStrategy
 from fitkit.distributed.strategies import SingleDevice as SingleDeviceStrategy
 from fitkit.registry import imported_on_demand
@@ -22,6 +20,8 @@ if TYPE_CHECKING:
     from fitkit.extras.deepspeed import DeepSpeed as DeepSpeedStrategy
     from fitkit.extras.dp import DP as DPStrategy
     from fitkit.extras.horovod import Horovod as HorovodStrategy
+    from fitkit.extras.sharding.ddp_sharded import DDPSharded as DDPShardedStrategy
+    from fitkit.extras.sharding.fsdp import FSDP as FSDPStrategy
     from fitkit.extras.xla import XLA as XLAStrategy
     from fitkit.extras.xla_adapters import Adapter as XLAAdapter
 else:
@@ -30,8 +30,10 @@ else:
         {
             "BaguaStrategy": "fitkit.extras.bagua.strategy:Bagua",
             "DDP2Strategy": "fitkit.extras.ddp2:DDP2",
+            "DDPShardedStrategy": "fitkit.extras.sharding.ddp_sharded:DDPSharded",
             "DPStrategy": "fitkit.extras.dp:DP",
             "DeepSpeedStrategy": "fitkit.extras.deepspeed:DeepSpeed",
+            "FSDPStrategy": "fitkit.extras.sharding.fsdp:FSDP",
             "HorovodStrategy": "fitkit.extras.horovod:Horovod",
             "XLAAdapter": "fitkit.extras.xla_adapters:Adapter",
             "XLAStrategy": "fitkit.extras.xla:XLA",

@@ -24,7 +24,6 @@ LAYERS = {
     "namesake": 1,
     "guests": 2,
     "hyperparameters": 2,
-    "activation_checkpointing": 1,
     "trees": 1,
     "samples": 1,
     "tensors": 1,
@@ -71,7 +70,6 @@ LAYERS = {
 
 STATELESS = {
     "accelerators",
-    "activation_checkpointing",
     "arguments",
     "buffers",
     "errors",
@@ -95,7 +93,6 @@ FACES = {
     "__main__.py": {"comparison", "doctor", "inspection", "verification"},
     "callbacks/history.py": {"pictures"},
     "distributed/devices.py": {"xla_adapters"},
-    "distributed/strategies/fsdp.py": {"parallel"},
     "parameter_groups.py": {"layer_depths"},
     "model.py": {"export", "pictures", "predictions", "summary"},
     "training/compiler.py": {"jit"},
@@ -104,7 +101,6 @@ FACES = {
 """Where a verb of the core's is an extra's face: it is imported when that verb is called."""
 
 WITHIN_A_LAYER = {
-    ("activation_checkpointing", "arguments"),
     ("arguments", "registry"),
     ("errors", "printing"),
     ("hooks", "callbacks"),

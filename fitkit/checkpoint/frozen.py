@@ -18,7 +18,7 @@ import xxhash
 from fitkit import trees
 from fitkit.arguments import dtype_name
 from fitkit.checkpoint.arrays import dtype_named
-from fitkit.distributed.spread.in_place import is_spread, whole
+from fitkit.distributed.in_place import is_spread, whole
 from fitkit.errors import ConfigurationError
 from fitkit.tensors import bytes_of
 

@@ -60,7 +60,7 @@ from fitkit.checkpoint.safetensors_file import (
 )
 from fitkit.checkpoint.weights import collect_weights
 from fitkit.distributed.collectives import Collectives, Solo, together
-from fitkit.distributed.spread.in_place import is_spread
+from fitkit.distributed.in_place import is_spread
 from fitkit.errors import CheckpointError, FitkitError
 
 if TYPE_CHECKING:

@@ -31,8 +31,9 @@ from fitkit.errors import ArgumentTypeError, ConfigurationError, warn_once
 from fitkit.extras import keras_metrics, keras_norms, keras_order
 from fitkit.extras.keras_calls import Called, CompiledCall, called
 from fitkit.extras.keras_pickles import CODE, put_together, taken_apart
+from fitkit.extras.sharding.fsdp import FSDP
 from fitkit.outputs import SINGLE
-from fitkit.seams import DDP, FSDP, Guest, Module, SingleDevice, Term
+from fitkit.seams import DDP, Guest, Module, SingleDevice, Term
 
 STEPS = ("train_step", "test_step", "predict_step", "compute_metrics")
 """The methods of a Keras model that only its own `fit` calls. `compute_loss` can be called."""

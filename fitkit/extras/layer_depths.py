@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fitkit.activation_checkpointing import UNCALLED, repeated
+from fitkit.extras.activation_checkpointing import UNCALLED, repeated
 
 Layers = list[list[nn.Parameter]]
 """The parameters of each layer, in the order of their names."""

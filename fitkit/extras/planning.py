@@ -20,9 +20,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from fitkit import trees
-from fitkit.activation_checkpointing import is_recomputed, matching, recompute
 from fitkit.arguments import check_count, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.extras.activation_checkpointing import is_recomputed, matching, recompute
 from fitkit.extras.bagua.base import all_gather_bytes, all_reduce_bytes
 from fitkit.extras.bagua.strategy import Bagua
 from fitkit.extras.ddp2 import DDP2
@@ -30,6 +30,9 @@ from fitkit.extras.deepspeed import DeepSpeed, bucket_of
 from fitkit.extras.distillation import teachers_of
 from fitkit.extras.dp import DP
 from fitkit.extras.parallel.tensor import divided_in
+from fitkit.extras.sharding.ddp_sharded import DDPSharded
+from fitkit.extras.sharding.fsdp import FSDP
+from fitkit.extras.sharding.sharded_module import blocks_of
 from fitkit.extras.summary import number_type
 from fitkit.extras.tune import untouched
 from fitkit.model import Model
@@ -37,14 +40,11 @@ from fitkit.printing import say
 from fitkit.samples import samples_of
 from fitkit.seams import (
     DDP,
-    FSDP,
     Assignment,
-    DDPSharded,
     MixedPrecision,
     SingleDevice,
     Strategy,
     as_tensors,
-    blocks_of,
     check_trainable,
     is_array,
     made_dense,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fitkit.data.batches import Batch
-from fitkit.distributed.spread.in_place import is_spread
+from fitkit.distributed.in_place import is_spread
 from fitkit.training.step import Outcome
 from fitkit.training.weighing import Weighing
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import fitkit
 from fitkit.distributed.collectives import Solo
-from fitkit.distributed.spread.module import check_trains
 from fitkit.extras.parallel.tensor import TensorParallel
+from fitkit.extras.sharding.sharded_module import check_trains
 from fitkit.strategies import FSDPStrategy
 from tests.nets import normal
 from tests.reference import assert_same_optimizer_state, assert_same_weights, plain_loop, slices

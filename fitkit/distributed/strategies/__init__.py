@@ -3,8 +3,6 @@
 from fitkit.distributed.strategies.base import Assignment, SingleDevice, Strategy
 from fitkit.distributed.strategies.ddp import DDP, DDPSpawn
 from fitkit.distributed.strategies.engine import Engine
-from fitkit.distributed.strategies.fsdp import FSDP
-from fitkit.distributed.strategies.sharded import DDPSharded
 from fitkit.registry import Registry, subclass_of
 
 STRATEGIES: Registry[type[Strategy]] = Registry(
@@ -20,18 +18,16 @@ STRATEGIES.add("ddp", DDP)
 STRATEGIES.promise("fitkit.extras.ddp2:DDP2", "ddp2")
 STRATEGIES.add("ddp_spawn", DDPSpawn)
 STRATEGIES.promise("fitkit.extras.bagua.strategy:Bagua", "bagua")
-STRATEGIES.add("ddp_sharded", DDPSharded)
-STRATEGIES.add("fsdp", FSDP)
+STRATEGIES.promise("fitkit.extras.sharding.ddp_sharded:DDPSharded", "ddp_sharded")
+STRATEGIES.promise("fitkit.extras.sharding.fsdp:FSDP", "fsdp")
 STRATEGIES.promise("fitkit.extras.deepspeed:DeepSpeed", "deepspeed")
 STRATEGIES.promise("fitkit.extras.horovod:Horovod", "horovod")
 STRATEGIES.promise("fitkit.extras.xla:XLA", "xla", "tpu")
 
 __all__ = [
     "DDP",
-    "FSDP",
     "STRATEGIES",
     "Assignment",
-    "DDPSharded",
     "DDPSpawn",
     "Engine",
     "SingleDevice",

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.optim import Optimizer
 
-from fitkit.distributed.spread.in_place import InPlace
+from fitkit.distributed.in_place import InPlace
 from fitkit.distributed.wrapped_model import WrappedModel
 from fitkit.errors import ConfigurationError
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from fitkit.arguments import check_choice, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.seams import Collectives, shares_parameters
+from fitkit.extras.sharding.sharded_module import shares_parameters
+from fitkit.seams import Collectives
 
 STYLES = ("colwise", "rowwise")
 

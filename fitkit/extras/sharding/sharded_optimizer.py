@@ -11,12 +11,17 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from fitkit import trees
-from fitkit.closures import uses_closure
-from fitkit.distributed.collectives import Collectives
-from fitkit.distributed.spread.in_place import OptimizerInPlace, as_parts, held_by, whole_on_host
-from fitkit.distributed.spread.module import ShardedModule
 from fitkit.errors import ConfigurationError
-from fitkit.optimizer_copies import kept_apart
+from fitkit.extras.sharding.sharded_module import ShardedModule
+from fitkit.seams import (
+    Collectives,
+    OptimizerInPlace,
+    as_parts,
+    held_by,
+    kept_apart,
+    uses_closure,
+    whole_on_host,
+)
 from fitkit.tensors import bytes_of
 
 CLOSURE = (

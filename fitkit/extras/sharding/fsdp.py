@@ -16,22 +16,27 @@ from torch.optim import Optimizer
 
 from fitkit import trees
 from fitkit.accelerators import has_streams
-from fitkit.activation_checkpointing import check_blocks, matching
 from fitkit.arguments import check_count, check_flag
-from fitkit.distributed.collectives import Collectives
-from fitkit.distributed.first_forward import refusing_writes
-from fitkit.distributed.meta_tensors import Unfilled
-from fitkit.distributed.precision import MixedPrecision
-from fitkit.distributed.spread.in_place import whole_on_host
-from fitkit.distributed.spread.module import ShardedModule, blocks_of, check_trains, check_wrap
-from fitkit.distributed.spread.optimizer import SpreadOptimizer
-from fitkit.distributed.strategies.base import Assignment, Strategy
-from fitkit.distributed.strategies.ddp import DDP
-from fitkit.distributed.strategies.engine import Engine
-from fitkit.distributed.world import RankGroup
-from fitkit.distributed.wrapped_model import DividedModel, StepRouter, WrappedModel
 from fitkit.errors import ConfigurationError, warn
+from fitkit.extras.activation_checkpointing import check_blocks, matching
+from fitkit.extras.sharding.sharded_module import ShardedModule, blocks_of, check_trains, check_wrap
+from fitkit.extras.sharding.sharded_optimizer import SpreadOptimizer
 from fitkit.random_states import random_state, set_random_state
+from fitkit.seams import (
+    DDP,
+    Assignment,
+    Collectives,
+    DividedModel,
+    Engine,
+    MixedPrecision,
+    RankGroup,
+    StepRouter,
+    Strategy,
+    Unfilled,
+    WrappedModel,
+    refusing_writes,
+    whole_on_host,
+)
 
 if TYPE_CHECKING:
     from fitkit.extras.parallel.tensor import TensorParallel

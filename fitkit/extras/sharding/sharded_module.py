@@ -11,17 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fitkit.activation_checkpointing import UNCALLED, are_module_classes, recompute, repeated
 from fitkit.arguments import check_choice, check_count, describe
-from fitkit.closures import uses_closure
-from fitkit.distributed.spread.in_place import (
-    ModuleInPlace,
-    as_parts,
-    held_by,
-    whole,
-    whole_on_host,
-)
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.extras.activation_checkpointing import UNCALLED, are_module_classes, recompute, repeated
+from fitkit.seams import ModuleInPlace, as_parts, held_by, uses_closure, whole, whole_on_host
 
 Giving = Literal["whole", "whole on rank 0", "spread"]
 """What state dicts have for spread tensors: the whole (on rank 0 alone), or what they are."""

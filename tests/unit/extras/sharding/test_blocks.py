@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from fitkit.distributed.spread.module import blocks_of
+from fitkit.extras.sharding.sharded_module import blocks_of
 
 
 class Block(nn.Module):

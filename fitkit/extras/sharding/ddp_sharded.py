@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch.optim import Optimizer
 
-from fitkit.distributed.collectives import Collectives
-from fitkit.distributed.spread.optimizer import OptimizerShards
-from fitkit.distributed.strategies.ddp import DDP
-from fitkit.distributed.strategies.engine import Engine
 from fitkit.errors import warn
+from fitkit.extras.sharding.sharded_optimizer import OptimizerShards
+from fitkit.seams import DDP, Collectives, Engine
 
 
 class DDPSharded(DDP):

@@ -1,0 +1,1 @@
+"""Parameters, gradients or optimizer state in parts, one on each rank: `fsdp` and `ddp_sharded`."""
