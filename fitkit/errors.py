@@ -219,6 +219,17 @@ class OutOfMemoryError(FitkitError, torch.OutOfMemoryError):
     """
 
 
+class Preempted(SystemExit):
+    """A signal ended the training, after all of it was saved.
+
+    Attributes:
+        code: the exit status that a shell reports for this signal: 143 for SIGTERM.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+
+
 class MissingPackageError(FitkitError, ImportError):
     """An optional package isn't installed; the message names the extra that brings it."""
 

@@ -28,7 +28,7 @@ from fitkit.callbacks.base import (
 from fitkit.callbacks.checkpoint_writer import CheckpointWriter, newest_whole, remove_unwanted
 from fitkit.callbacks.text_files import checked_place
 from fitkit.checkpoint import remote, remove_abandoned
-from fitkit.errors import ConfigurationError, warn
+from fitkit.errors import ConfigurationError, Preempted, warn
 from fitkit.printing import say
 
 NAME = re.compile(r"backup-(\d{6,})\.(?:h5|dcp)")
@@ -292,17 +292,6 @@ class BackupAndRestore(Callback):
 
 CHILD_GRACE_S = 10
 """How long a forked child may continue after SIGTERM, in seconds."""
-
-
-class Preempted(SystemExit):
-    """A signal ended the training, after all of it was saved.
-
-    Attributes:
-        code: the exit status that a shell reports for this signal: 143 for SIGTERM.
-    """
-
-    def __init__(self, number: int) -> None:
-        super().__init__(128 + number)
 
 
 class SignalNotes:

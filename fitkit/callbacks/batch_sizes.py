@@ -1,4 +1,4 @@
-"""Callbacks that say how many samples a batch has, by epoch."""
+"""Callbacks that say, by epoch, how many samples a batch has, or how many batches an update."""
 
 from __future__ import annotations
 
@@ -18,6 +18,17 @@ class SetsBatchSize:
     """
 
     batch_size: Mapping[int, int | None]
+
+
+class SetsAccumulation:
+    """A callback by which `fit` counts the updates of its epochs.
+
+    Attributes:
+        scheduling: from the epochs (from 0) on which updates have another number of batches: that
+            number.
+    """
+
+    scheduling: Mapping[int, int]
 
 
 def batch_sizes_among(callbacks: Iterable[object]) -> dict[int, int | None]:

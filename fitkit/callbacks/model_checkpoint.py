@@ -25,7 +25,6 @@ from fitkit.arguments import (
     describe,
     only_known_arguments,
 )
-from fitkit.callbacks.backup import Preempted
 from fitkit.callbacks.base import (
     AnyRankFlag,
     Callback,
@@ -45,7 +44,7 @@ from fitkit.callbacks.monitor import Monitor
 from fitkit.checkpoint import is_there, remote
 from fitkit.checkpoint.folders import written_at
 from fitkit.checkpoint.formats import FORMATS, written_suffixes
-from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.errors import ArgumentTypeError, ConfigurationError, Preempted
 from fitkit.registry import did_you_mean
 
 WHOLE = (".h5", ".hdf5", ".dcp")

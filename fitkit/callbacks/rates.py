@@ -18,7 +18,7 @@ from fitkit.arguments import (
     describe,
 )
 from fitkit.callbacks.base import Callback, Logs, from_rank_zero, print_on_rank_zero
-from fitkit.callbacks.batch_sizes import value_in
+from fitkit.callbacks.batch_sizes import SetsAccumulation, value_in
 from fitkit.callbacks.monitor import Monitor
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.module import Module
@@ -387,7 +387,7 @@ class ReduceLROnPlateau(Callback):
         vars(self).update((name, state[name]) for name in KEPT)
 
 
-class GradientAccumulationScheduler(Callback):
+class GradientAccumulationScheduler(SetsAccumulation, Callback):
     """Sets the number of batches per update from given epochs on.
 
     Args:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fitkit.callbacks.batch_sizes import batch_sizes_among, value_in
-from fitkit.callbacks.rates import GradientAccumulationScheduler
+from fitkit.callbacks.batch_sizes import SetsAccumulation, batch_sizes_among, value_in
 from fitkit.data.batches import Source
 
 
@@ -34,7 +33,7 @@ class EpochLengths:
         self._sizes = batch_sizes_among(callbacks)
         self._parts = {0: accumulate}
         for callback in callbacks:
-            if isinstance(callback, GradientAccumulationScheduler):
+            if isinstance(callback, SetsAccumulation):
                 self._parts = {0: accumulate, **callback.scheduling}
 
     def updates_after(self, epoch: int, steps: int) -> int:
