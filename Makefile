@@ -64,7 +64,7 @@ SAMPLE := $(addprefix tests/distributed/, test_fsdp_parts.py test_several_optimi
     $(addprefix tests/unit/, \
     extras/jit/test_compiled_pass.py training/test_against_plain_torch.py training/test_on_batch.py training/test_resume_exactly.py \
     checkpoint/test_state.py checkpoint/test_foreign.py data/test_sources.py data/test_loaders.py \
-    losses/test_names.py metrics/test_classification_values.py callbacks/test_rates.py extras/test_averages.py \
+    losses/test_names.py metrics/test_classification_values.py extras/test_rate_callbacks.py extras/test_averages.py \
     extras/loggers/test_loggers.py extras/pictures/test_html.py extras/export/test_export.py \
     distributed/test_resolve.py distributed/precision test_foundations.py test_typing.py)
 

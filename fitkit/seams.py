@@ -37,19 +37,7 @@ from fitkit.callbacks.batch_sizes import SetsBatchSize, value_in
 from fitkit.callbacks.callback_list import CALLBACKS, Callbacks
 from fitkit.callbacks.checkpoint_writer import CheckpointWriter
 from fitkit.callbacks.monitor import Monitor
-from fitkit.callbacks.rates import groups_of, optimizers_of, rate_of, refuse_scheduler, set_rate
-from fitkit.callbacks.text_files import (
-    JSONLinesFile,
-    Table,
-    TextFile,
-    as_json,
-    beside,
-    checked_path,
-    checked_place,
-    plain_value,
-    replace_text,
-    writable,
-)
+from fitkit.checkpoint import remote, remove_abandoned
 from fitkit.checkpoint.arrays import state_of, storable
 from fitkit.checkpoint.atomic import HeldInterrupts, check_folder_of, replacing
 from fitkit.checkpoint.checkpoint_file import checkpoint_in, open_stored, save_checkpoint
@@ -70,7 +58,7 @@ from fitkit.checkpoint.formats import (
 )
 from fitkit.checkpoint.frozen import Frozen, noted
 from fitkit.checkpoint.header import FORMAT_VERSION, damaged, open_file, unreadable
-from fitkit.checkpoint.remote import is_url, parent
+from fitkit.checkpoint.remote import is_url, parent, refuse_url
 from fitkit.checkpoint.sharded_folder import is_folder_name
 from fitkit.checkpoint.uncompiled import plain_name
 from fitkit.checkpoint.weights import save_weights
@@ -222,7 +210,6 @@ __all__ = [
     "Guest",
     "HeldInterrupts",
     "InMemory",
-    "JSONLinesFile",
     "Labels",
     "LoaderSource",
     "LogOptions",
@@ -257,10 +244,8 @@ __all__ = [
     "StepRouter",
     "StoredFile",
     "Strategy",
-    "Table",
     "Take",
     "Term",
-    "TextFile",
     "Together",
     "Unfilled",
     "Untrained",
@@ -273,13 +258,11 @@ __all__ = [
     "World",
     "WrappedModel",
     "as_given",
-    "as_json",
     "as_parts",
     "as_tensors",
     "as_transform",
     "batches_of_call",
     "begin_order",
-    "beside",
     "change_layer",
     "changed_layers",
     "check_data_type",
@@ -288,8 +271,6 @@ __all__ = [
     "check_plain",
     "check_trainable",
     "checked_count",
-    "checked_path",
-    "checked_place",
     "checkpoint_in",
     "choose_kind",
     "class_of",
@@ -306,7 +287,6 @@ __all__ = [
     "from_rank_zero",
     "full",
     "gather",
-    "groups_of",
     "guest_of",
     "has_own_steps",
     "held_by",
@@ -336,7 +316,6 @@ __all__ = [
     "open_file",
     "open_stored",
     "open_weights",
-    "optimizers_of",
     "overload",
     "overridden",
     "own_data",
@@ -347,15 +326,14 @@ __all__ = [
     "parts_of_update",
     "plain_layers",
     "plain_name",
-    "plain_value",
     "print_on_rank_zero",
     "put_rate",
-    "rate_of",
     "reading_on_ranks",
     "refusals",
-    "refuse_scheduler",
+    "refuse_url",
     "refusing_writes",
-    "replace_text",
+    "remote",
+    "remove_abandoned",
     "replacing",
     "resolve",
     "resolve_strategy",
@@ -367,7 +345,6 @@ __all__ = [
     "save_checkpoint",
     "save_weights",
     "seeds_apart",
-    "set_rate",
     "share_buffers",
     "split",
     "state_of",
@@ -386,5 +363,4 @@ __all__ = [
     "weights_in",
     "whole",
     "whole_on_host",
-    "writable",
 ]

@@ -2,33 +2,33 @@
 
 from typing import TYPE_CHECKING
 
-from fitkit.callbacks.backup import BackupAndRestore
 from fitkit.callbacks.base import Callback, LambdaCallback
 from fitkit.callbacks.callback_list import CALLBACKS, CallbackList
 from fitkit.callbacks.early_stopping import EarlyStopping, OptunaPruning
 from fitkit.callbacks.history import History
 from fitkit.callbacks.model_checkpoint import ModelCheckpoint
 from fitkit.callbacks.progress import ProgressBar
-from fitkit.callbacks.rates import (
-    GradientAccumulationScheduler,
-    LearningRateMonitor,
-    LearningRateScheduler,
-    ReduceLROnPlateau,
-)
-from fitkit.callbacks.text_files import CSVLogger, JSONLogger
 from fitkit.registry import imported_on_demand
 
 if TYPE_CHECKING:
     from fitkit.extras.averages import EMA, StochasticWeightAveraging, SwapEMAWeights
+    from fitkit.extras.backup import BackupAndRestore
     from fitkit.extras.evaluations import EvaluateEvery, MetricCallback
     from fitkit.extras.finetuning import BackboneFinetuning, GradualUnfreezing
     from fitkit.extras.loggers.tensorboard import TensorBoard
     from fitkit.extras.profiler import Profiler
     from fitkit.extras.progressive import Progressive
+    from fitkit.extras.rate_callbacks import (
+        GradientAccumulationScheduler,
+        LearningRateMonitor,
+        LearningRateScheduler,
+        ReduceLROnPlateau,
+    )
     from fitkit.extras.ray_train import RayTrainReport
     from fitkit.extras.resources import DeviceStatsMonitor, ThroughputMonitor, Timer
     from fitkit.extras.run_folder import RunFolder
     from fitkit.extras.stochastic_depth import StochasticDepth
+    from fitkit.extras.text_files import CSVLogger, JSONLogger
     from fitkit.extras.watches import (
         DetectLossSpike,
         DetectNonFinite,
@@ -41,6 +41,7 @@ _OF_EXTRAS = {
     "EMA": "fitkit.extras.averages:EMA",
     "StochasticWeightAveraging": "fitkit.extras.averages:StochasticWeightAveraging",
     "SwapEMAWeights": "fitkit.extras.averages:SwapEMAWeights",
+    "BackupAndRestore": "fitkit.extras.backup:BackupAndRestore",
     "EvaluateEvery": "fitkit.extras.evaluations:EvaluateEvery",
     "MetricCallback": "fitkit.extras.evaluations:MetricCallback",
     "BackboneFinetuning": "fitkit.extras.finetuning:BackboneFinetuning",
@@ -48,12 +49,18 @@ _OF_EXTRAS = {
     "TensorBoard": "fitkit.extras.loggers.tensorboard:TensorBoard",
     "Profiler": "fitkit.extras.profiler:Profiler",
     "Progressive": "fitkit.extras.progressive:Progressive",
+    "GradientAccumulationScheduler": "fitkit.extras.rate_callbacks:GradientAccumulationScheduler",
+    "LearningRateMonitor": "fitkit.extras.rate_callbacks:LearningRateMonitor",
+    "LearningRateScheduler": "fitkit.extras.rate_callbacks:LearningRateScheduler",
+    "ReduceLROnPlateau": "fitkit.extras.rate_callbacks:ReduceLROnPlateau",
     "RayTrainReport": "fitkit.extras.ray_train:RayTrainReport",
     "DeviceStatsMonitor": "fitkit.extras.resources:DeviceStatsMonitor",
     "ThroughputMonitor": "fitkit.extras.resources:ThroughputMonitor",
     "Timer": "fitkit.extras.resources:Timer",
     "RunFolder": "fitkit.extras.run_folder:RunFolder",
     "StochasticDepth": "fitkit.extras.stochastic_depth:StochasticDepth",
+    "CSVLogger": "fitkit.extras.text_files:CSVLogger",
+    "JSONLogger": "fitkit.extras.text_files:JSONLogger",
     "DetectLossSpike": "fitkit.extras.watches:DetectLossSpike",
     "DetectNonFinite": "fitkit.extras.watches:DetectNonFinite",
     "NormMonitor": "fitkit.extras.watches:NormMonitor",

@@ -16,13 +16,13 @@ from fitkit import trees
 from fitkit.arguments import check_choice, check_count, check_flag, check_number, plain
 from fitkit.buffers import Place, places_of
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.extras.rate_callbacks import groups_of
 from fitkit.modes import kept_in_evaluation, modes_restored, to_training
 from fitkit.seams import (
     Callback,
     Logs,
     Module,
     as_parts,
-    groups_of,
     guest_of,
     plain_name,
     put_rate,

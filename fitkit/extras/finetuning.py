@@ -12,16 +12,9 @@ from torch import nn
 
 from fitkit.arguments import check_count, check_flag, check_number, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.extras.rate_callbacks import optimizers_of, refuse_scheduler
 from fitkit.registry import did_you_mean
-from fitkit.seams import (
-    Callback,
-    Logs,
-    Module,
-    optimizers_of,
-    print_on_rank_zero,
-    put_rate,
-    refuse_scheduler,
-)
+from fitkit.seams import Callback, Logs, Module, print_on_rank_zero, put_rate
 
 
 def module_named(model: Module, name: str, what: str) -> nn.Module:

@@ -16,6 +16,7 @@ from fitkit import trees
 from fitkit.accelerators import has_streams
 from fitkit.arguments import check_count, check_flag
 from fitkit.errors import ConfigurationError
+from fitkit.extras.rate_callbacks import optimizers_of
 from fitkit.seams import (
     FUSED,
     Callback,
@@ -23,7 +24,6 @@ from fitkit.seams import (
     Module,
     class_of,
     from_all_ranks,
-    optimizers_of,
     overload,
     print_on_rank_zero,
 )

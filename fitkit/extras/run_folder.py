@@ -26,6 +26,7 @@ import torch
 from fitkit.errors import ConfigurationError
 from fitkit.extras.loggers.base import hyperparameters_of
 from fitkit.extras.loggers.text import CSV
+from fitkit.extras.text_files import as_json, checked_path, replace_text
 from fitkit.outputs import EMPTY_MEAN
 from fitkit.seams import (
     Callback,
@@ -33,10 +34,7 @@ from fitkit.seams import (
     Logs,
     Module,
     Monitor,
-    as_json,
-    checked_path,
     from_rank_zero,
-    replace_text,
     replacing,
     run_of,
     together,

@@ -21,6 +21,7 @@ from fitkit.arguments import check_choice, check_count, check_number
 from fitkit.buffers import extra_states, restorer
 from fitkit.errors import MEMORY_ERRORS, ConfigurationError, WorkerError, is_out_of_memory
 from fitkit.extras.pictures.curves import rate_curve
+from fitkit.extras.rate_callbacks import set_rate
 from fitkit.extras.watches import BatchLosses
 from fitkit.model import Model
 from fitkit.modes import in_use
@@ -33,7 +34,6 @@ from fitkit.seams import (
     from_all_ranks,
     make_source,
     parts_of_update,
-    set_rate,
 )
 from fitkit.typing import Arrays, Data
 

@@ -11,18 +11,11 @@ from torch.nn.parameter import is_lazy
 
 from fitkit.arguments import check_count, describe, plain_settings
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.extras.rate_callbacks import optimizers_of, rate_of
+from fitkit.extras.text_files import plain_value, writable
 from fitkit.extras.watches import BatchLosses
 from fitkit.outputs import EMPTY_MEAN
-from fitkit.seams import (
-    Callback,
-    Logs,
-    Module,
-    optimizers_of,
-    plain_value,
-    rate_of,
-    run_of,
-    writable,
-)
+from fitkit.seams import Callback, Logs, Module, run_of
 
 Unit = Literal["batches", "updates"]
 

@@ -16,7 +16,8 @@ from fitkit.extras.loggers.base import Unit
 from fitkit.extras.loggers.services import MLflow, WandB
 from fitkit.extras.loggers.tensorboard import TensorBoard
 from fitkit.extras.loggers.text import CSV
-from fitkit.seams import checked_path, checked_place, run_of
+from fitkit.extras.text_files import checked_path, checked_place
+from fitkit.seams import run_of
 
 NAME = "lightning_logs"
 """The default folder or experiment name."""

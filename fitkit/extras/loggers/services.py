@@ -11,8 +11,8 @@ from typing import Any
 from fitkit.arguments import describe
 from fitkit.errors import ArgumentTypeError, missing_package
 from fitkit.extras.loggers.base import Logger, Unit, pixels
+from fitkit.extras.text_files import beside
 from fitkit.registry import did_you_mean
-from fitkit.seams import beside
 
 OURS = ("id", "resume")
 """Arguments of wandb.init that the logger sets itself."""

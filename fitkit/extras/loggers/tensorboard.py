@@ -18,9 +18,10 @@ from fitkit.arguments import check_count, check_flag, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError, missing_package
 from fitkit.extras import urls
 from fitkit.extras.loggers.base import Logger, Unit, pixels
+from fitkit.extras.text_files import checked_place
 from fitkit.random_states import kept_random_numbers
 from fitkit.registry import did_you_mean
-from fitkit.seams import Logs, checked_place, parent
+from fitkit.seams import Logs, parent
 
 OURS = ("log_dir", "histogram_freq", "write_graph", "write_steps_per_second", "update_freq")
 

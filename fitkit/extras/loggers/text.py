@@ -10,7 +10,14 @@ from typing import Any
 
 from fitkit.arguments import check_flag
 from fitkit.extras.loggers.base import Logger, Unit
-from fitkit.seams import JSONLinesFile, Table, TextFile, as_json, checked_place, replace_text
+from fitkit.extras.text_files import (
+    JSONLinesFile,
+    Table,
+    TextFile,
+    as_json,
+    checked_place,
+    replace_text,
+)
 
 
 class _TextLogger(Logger):

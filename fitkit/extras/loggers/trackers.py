@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from fitkit.arguments import describe
 from fitkit.errors import ArgumentTypeError, missing_package
 from fitkit.extras.loggers.base import Logger, Unit, pixels
+from fitkit.extras.text_files import beside
 from fitkit.registry import did_you_mean
-from fitkit.seams import beside
 
 
 class Tracker(Logger):

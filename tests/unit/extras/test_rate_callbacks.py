@@ -13,8 +13,8 @@ from fitkit.callbacks import (
     LearningRateMonitor,
     LearningRateScheduler,
 )
-from fitkit.callbacks.rates import rate_of, set_rate
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.extras.rate_callbacks import rate_of, set_rate
 from fitkit.fit_state import FitState
 from tests.nets import regression
 from tests.reference import assert_same_weights, plain_loop, slices

@@ -21,8 +21,7 @@ from fitkit.callbacks.base import Callback, Logs, from_rank_zero, print_on_rank_
 from fitkit.callbacks.batch_sizes import SetsAccumulation, value_in
 from fitkit.callbacks.monitor import Monitor
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.module import Module
-from fitkit.optimizers import put_rate
+from fitkit.seams import Module, put_rate
 
 
 def optimizers_of(model: Module) -> list[Optimizer]:

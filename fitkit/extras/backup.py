@@ -26,10 +26,10 @@ from fitkit.callbacks.base import (
     several_ranks,
 )
 from fitkit.callbacks.checkpoint_writer import CheckpointWriter, newest_whole, remove_unwanted
-from fitkit.callbacks.text_files import checked_place
-from fitkit.checkpoint import remote, remove_abandoned
 from fitkit.errors import ConfigurationError, Preempted, warn
+from fitkit.extras.text_files import checked_place
 from fitkit.printing import say
+from fitkit.seams import remote, remove_abandoned
 
 NAME = re.compile(r"backup-(\d{6,})\.(?:h5|dcp)")
 

@@ -13,10 +13,8 @@ from typing import Any
 
 from fitkit.arguments import check_flag, describe
 from fitkit.callbacks.base import Callback, Logs
-from fitkit.checkpoint import remote
-from fitkit.checkpoint.atomic import remove_abandoned, replacing
-from fitkit.checkpoint.remote import is_url, refuse_url
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.seams import is_url, refuse_url, remote, remove_abandoned, replacing
 
 ABSENT = "NA"
 """The cell for a value that a row lacks."""

@@ -19,10 +19,10 @@ from fitkit.callbacks import (
     ModelCheckpoint,
     checkpoint_writer,
 )
-from fitkit.callbacks.backup import SignalNotes
 from fitkit.checkpoint.atomic import replacing
 from fitkit.checkpoint.folders import UnfinishedFolder
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError, Preempted
+from fitkit.extras.backup import SignalNotes
 from tests.limits import patience
 from tests.nets import regression
 from tests.reference import assert_same_weights
