@@ -21,7 +21,6 @@ from fitkit.data.batches import Batch, NoRows, Source, Stream, in_groups
 from fitkit.data.sources import set_label
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Strategy
-from fitkit.distributed.sync_batchnorm import synchronized
 from fitkit.errors import ConfigurationError, warn
 from fitkit.guests import guest_of
 from fitkit.modes import kept_in_evaluation, modes_restored, to_training
@@ -298,6 +297,8 @@ class Fit:
         if not self.compilation.given.sync_batchnorm or self.collectives.world_size == 1:
             yield
             return
+        from fitkit.distributed.sync_batchnorm import synchronized
+
         guest = guest_of(self.model)
         with synchronized(self.model) as self.step.synchronization:
             if guest is None:

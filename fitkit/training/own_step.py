@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,7 +15,6 @@ from fitkit.data.batches import Batch
 from fitkit.data.to_device import Mover, own_data
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.rows import mean_by
-from fitkit.distributed.sync_batchnorm import Synchronization
 from fitkit.distributed.wrapped_model import ReplicatedModel, WrappedModel
 from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import overridden, step_arguments
@@ -25,6 +24,9 @@ from fitkit.module import Module, is_metric
 from fitkit.training.log import Logbook
 from fitkit.training.step import Outcome
 from fitkit.training.step_context import StepContext
+
+if TYPE_CHECKING:
+    from fitkit.distributed.sync_batchnorm import Synchronization
 
 
 class OwnStep:

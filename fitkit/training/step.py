@@ -8,7 +8,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from fitkit.data.batches import Batch, NoRows, check_weights, unpack_batch, warn
 from fitkit.data.to_device import LABEL_KEYS, Mover, Transfer
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Strategy
-from fitkit.distributed.sync_batchnorm import Synchronization
 from fitkit.distributed.wrapped_model import DividedModel, ReplicatedModel, WrappedModel
 from fitkit.errors import ConfigurationError
 from fitkit.guests import NO_GUEST, Guest, guest_of
@@ -36,10 +35,12 @@ from fitkit.module import Module
 from fitkit.samples import counted, counted_in, plain_rows, said_by, samples_in
 from fitkit.shortcuts import Shortcut
 from fitkit.training.caller import Caller, caller_of
-from fitkit.training.explain import raise_explained, shape_words
 from fitkit.training.log import Logbook
 from fitkit.training.own_loss import ask_for_rows, ask_for_sum, takes_items_in_batch
 from fitkit.typing import Outputs, Tree
+
+if TYPE_CHECKING:
+    from fitkit.distributed.sync_batchnorm import Synchronization
 
 
 @dataclasses.dataclass(slots=True)
@@ -545,6 +546,8 @@ class CompiledStep:
 
     def explain(self, error: Exception, x: Tree, y: Tree) -> None:
         """Replace an error that a batch caused by a clearer one, if there is one."""
+        from fitkit.training.explain import raise_explained, shape_words
+
         if y is None and self._had_target:
             raise ConfigurationError(
                 f"A batch of {self.name} has only inputs ({shape_words(x, 'x')}), but the first "
@@ -629,6 +632,8 @@ def check_inputs(x: Tree, weight: Tree, name: str) -> None:
     if not any(isinstance(leaf, torch.Tensor) for leaf in trees.leaves(x)):
         plain = (int, float, str, bytes, type(None), np.ndarray)
         if all(isinstance(leaf, plain) for leaf in trees.leaves(x)):
+            from fitkit.training.explain import shape_words
+
             raise ConfigurationError(
                 f"A batch of {name} has no tensor: {shape_words(x, 'its input')}. A batch is "
                 "(x, y) or (x, y, sample_weight) of tensors or NumPy arrays. If the data are one "

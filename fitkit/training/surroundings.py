@@ -24,7 +24,6 @@ from fitkit.hooks import evaluation_stage
 from fitkit.modes import in_use, weights_cast_anew
 from fitkit.module import Module, is_metric
 from fitkit.training.compiler import compiler_of
-from fitkit.training.explain import explanation
 from fitkit.training.forks import FORK, Begun
 from fitkit.training.memory_layout import laid_out, match_strides
 from fitkit.training.step import counter_of
@@ -85,6 +84,8 @@ def raise_out_of_memory(
     """
     if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
         return
+    from fitkit.training.explain import explanation
+
     message = explanation(model, verb, batch_size, str(error).splitlines()[0])
     let_go(error, model._fitkit.compilation.strategy.device)
     raise OutOfMemoryError(message) from error

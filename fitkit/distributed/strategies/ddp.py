@@ -19,7 +19,6 @@ from fitkit import trees
 from fitkit.accelerators import is_accelerator
 from fitkit.arguments import check_choice, check_count, check_flag, check_number
 from fitkit.distributed.collectives import Collectives, Solo
-from fitkit.distributed.comm_hooks import check_hook, resolve_hook
 from fitkit.distributed.first_forward import share_first_state
 from fitkit.distributed.launchers import InlineLauncher
 from fitkit.distributed.launchers.process import check_output, shows_all
@@ -98,7 +97,10 @@ class DDP(Strategy):
         static_graph = check_flag("static_graph", static_graph)
         gradient_as_bucket_view = check_flag("gradient_as_bucket_view", gradient_as_bucket_view)
         bucket_cap_mb = check_count("bucket_cap_mb", bucket_cap_mb, optional=True)
-        check_hook(comm_hook, comm_hook_state)
+        if comm_hook is not None:
+            from fitkit.distributed.comm_hooks import check_hook
+
+            check_hook(comm_hook, comm_hook_state)
         check_output(output)
         self.output = output
         self.process_group_backend = process_group_backend
@@ -275,6 +277,8 @@ class DDP(Strategy):
             placed["init_sync"] = False
         wrapped = DistributedDataParallel(module, **placed, **options)
         if self.comm_hook is not None:
+            from fitkit.distributed.comm_hooks import resolve_hook
+
             wrapped.register_comm_hook(*resolve_hook(self.comm_hook, self.comm_hook_state))
         return wrapped
 
