@@ -83,7 +83,6 @@ from fitkit.distributed.collectives import (
     together,
     unpack_gradients,
 )
-from fitkit.distributed.comm_hooks import hook_of
 from fitkit.distributed.devices import Machine, choose_kind, overload, usable_cores
 from fitkit.distributed.first_forward import refusing_writes
 from fitkit.distributed.in_place import (
@@ -290,7 +289,6 @@ __all__ = [
     "guest_of",
     "has_own_steps",
     "held_by",
-    "hook_of",
     "is_array",
     "is_folder_name",
     "is_labels",

@@ -95,7 +95,11 @@ FACES = {
     "distributed/devices.py": {"xla_adapters"},
     "parameter_groups.py": {"layer_depths"},
     "model.py": {"export", "pictures", "predictions", "summary"},
+    "distributed/strategies/ddp.py": {"comm_hooks"},
     "training/compiler.py": {"jit"},
+    "training/fit.py": {"sync_batchnorm"},
+    "training/step.py": {"explain"},
+    "training/surroundings.py": {"explain"},
     "compilation.py": {"free_devices"},
 }
 """Where a verb of the core's is an extra's face: it is imported when that verb is called."""

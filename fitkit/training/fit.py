@@ -297,7 +297,7 @@ class Fit:
         if not self.compilation.given.sync_batchnorm or self.collectives.world_size == 1:
             yield
             return
-        from fitkit.distributed.sync_batchnorm import synchronized
+        from fitkit.extras.sync_batchnorm import synchronized
 
         guest = guest_of(self.model)
         with synchronized(self.model) as self.step.synchronization:

@@ -26,7 +26,7 @@ from fitkit.training.step import Outcome
 from fitkit.training.step_context import StepContext
 
 if TYPE_CHECKING:
-    from fitkit.distributed.sync_batchnorm import Synchronization
+    from fitkit.extras.sync_batchnorm import Synchronization
 
 
 class OwnStep:

@@ -40,7 +40,7 @@ from fitkit.training.own_loss import ask_for_rows, ask_for_sum, takes_items_in_b
 from fitkit.typing import Outputs, Tree
 
 if TYPE_CHECKING:
-    from fitkit.distributed.sync_batchnorm import Synchronization
+    from fitkit.extras.sync_batchnorm import Synchronization
 
 
 @dataclasses.dataclass(slots=True)
@@ -546,7 +546,7 @@ class CompiledStep:
 
     def explain(self, error: Exception, x: Tree, y: Tree) -> None:
         """Replace an error that a batch caused by a clearer one, if there is one."""
-        from fitkit.training.explain import raise_explained, shape_words
+        from fitkit.extras.explain import raise_explained, shape_words
 
         if y is None and self._had_target:
             raise ConfigurationError(
@@ -632,7 +632,7 @@ def check_inputs(x: Tree, weight: Tree, name: str) -> None:
     if not any(isinstance(leaf, torch.Tensor) for leaf in trees.leaves(x)):
         plain = (int, float, str, bytes, type(None), np.ndarray)
         if all(isinstance(leaf, plain) for leaf in trees.leaves(x)):
-            from fitkit.training.explain import shape_words
+            from fitkit.extras.explain import shape_words
 
             raise ConfigurationError(
                 f"A batch of {name} has no tensor: {shape_words(x, 'its input')}. A batch is "

@@ -84,7 +84,7 @@ def raise_out_of_memory(
     """
     if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
         return
-    from fitkit.training.explain import explanation
+    from fitkit.extras.explain import explanation
 
     message = explanation(model, verb, batch_size, str(error).splitlines()[0])
     let_go(error, model._fitkit.compilation.strategy.device)

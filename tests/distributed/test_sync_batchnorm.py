@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fitkit.distributed.sync_batchnorm import synchronized
 from fitkit.errors import ConfigurationError
+from fitkit.extras.sync_batchnorm import synchronized
 from tests.limits import patience
 
 pytestmark = pytest.mark.timeout(90)

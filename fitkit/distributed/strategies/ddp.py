@@ -98,7 +98,7 @@ class DDP(Strategy):
         gradient_as_bucket_view = check_flag("gradient_as_bucket_view", gradient_as_bucket_view)
         bucket_cap_mb = check_count("bucket_cap_mb", bucket_cap_mb, optional=True)
         if comm_hook is not None:
-            from fitkit.distributed.comm_hooks import check_hook
+            from fitkit.extras.comm_hooks import check_hook
 
             check_hook(comm_hook, comm_hook_state)
         check_output(output)
@@ -277,7 +277,7 @@ class DDP(Strategy):
             placed["init_sync"] = False
         wrapped = DistributedDataParallel(module, **placed, **options)
         if self.comm_hook is not None:
-            from fitkit.distributed.comm_hooks import resolve_hook
+            from fitkit.extras.comm_hooks import resolve_hook
 
             wrapped.register_comm_hook(*resolve_hook(self.comm_hook, self.comm_hook_state))
         return wrapped

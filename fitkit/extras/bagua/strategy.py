@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from fitkit import trees
 from fitkit.errors import ArgumentTypeError
 from fitkit.extras.bagua import ALGORITHMS, Algorithm, Peers
+from fitkit.extras.comm_hooks import hook_of
 from fitkit.registry import nearest
 from fitkit.seams import (
     DDP,
@@ -23,7 +24,6 @@ from fitkit.seams import (
     Strategy,
     WrappedModel,
     held_by,
-    hook_of,
 )
 from fitkit.tensors import FlatTensors
 

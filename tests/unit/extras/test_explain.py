@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fitkit
-from fitkit.training.explain import size
+from fitkit.extras.explain import size
 
 X, Y = torch.randn(64, 4), torch.randint(0, 3, (64,))
 

@@ -22,8 +22,8 @@ from fitkit.errors import (
     raised_in_torch,
     with_code,
 )
-from fitkit.module import Module
 from fitkit.samples import LABELS
+from fitkit.seams import Module
 from fitkit.typing import AnyCallable, Tree
 
 ONE_SAMPLE = re.compile(r"Expected more than 1 value per channel")
