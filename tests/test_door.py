@@ -1,6 +1,7 @@
 """A package outside the tree adds one of each kind by the door alone, and is found by name."""
 
 import ast
+import importlib
 import os
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
+from fitkit import seams
 
 PACKAGE = '''
 import contextlib
@@ -274,3 +277,21 @@ def test_it_imports_the_door_and_public_names_alone():
         if isinstance(node, ast.ImportFrom) and node.module.startswith("fitkit")
     }
     assert theirs == {"fitkit.seams", "fitkit.loggers", "fitkit.outputs"}
+@pytest.mark.parametrize("page", seams.PAGES)
+def test_a_page_of_the_door_is_as_wide_as_a_kind_of_extra_needs(page):
+    module = importlib.import_module(f"fitkit.seams.{page}")
+    assert 1 <= len(module.__all__) <= 40
+    assert ">>> from fitkit.seams." in (module.__doc__ or "")  # its examples run in tests/docs
+
+
+def test_each_name_has_one_page_which_the_door_finds():
+    pages = {page: importlib.import_module(f"fitkit.seams.{page}") for page in seams.PAGES}
+    names = [name for module in pages.values() for name in module.__all__]
+    assert len(names) == len(set(names))
+    assert all(
+        getattr(seams, name) is getattr(module, name)
+        for module in pages.values()
+        for name in module.__all__
+    )
+    with pytest.raises(AttributeError, match="pages"):
+        seams.no_such_name  # noqa: B018

@@ -18,17 +18,11 @@ from fitkit.buffers import Place, places_of
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.extras.rate_callbacks import groups_of
 from fitkit.modes import kept_in_evaluation, modes_restored, to_training
-from fitkit.seams import (
-    Callback,
-    Logs,
-    Module,
-    as_parts,
-    guest_of,
-    plain_name,
-    put_rate,
-    run_of,
-    share_buffers,
-)
+from fitkit.seams.callbacks import Callback, Logs, run_of, share_buffers
+from fitkit.seams.files import plain_name
+from fitkit.seams.networks import Module, guest_of
+from fitkit.seams.optimizers import put_rate
+from fitkit.seams.strategies import as_parts
 
 Average = Callable[[list[torch.Tensor], list[torch.Tensor], int], Any]
 """Updates averages with current values, given the number of updates before."""

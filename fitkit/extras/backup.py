@@ -29,7 +29,7 @@ from fitkit.callbacks.checkpoint_writer import CheckpointWriter, newest_whole, r
 from fitkit.errors import ConfigurationError, Preempted, warn
 from fitkit.extras.text_files import checked_place
 from fitkit.printing import say
-from fitkit.seams import remote, remove_abandoned
+from fitkit.seams.files import remote, remove_abandoned
 
 NAME = re.compile(r"backup-(\d{6,})\.(?:h5|dcp)")
 

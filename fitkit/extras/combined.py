@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fitkit.arguments import check_choice, check_number, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.seams import (
+from fitkit.seams.data import (
     DrawnSource,
     ReadByItself,
     ReadInOrder,

@@ -15,7 +15,14 @@ import torch
 
 from fitkit.extras.inspection import clean, holds_checkpoints
 from fitkit.extras.run_folder import RESUME, read_record
-from fitkit.seams import OpenWeights, decode_state, open_stored, open_weights, refusals, weights_in
+from fitkit.seams.files import (
+    OpenWeights,
+    decode_state,
+    open_stored,
+    open_weights,
+    refusals,
+    weights_in,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fitkit.extras.dp import Replicas
-from fitkit.seams import DDP, Assignment, Strategy, WrappedModel
+from fitkit.seams.strategies import DDP, Assignment, Strategy, WrappedModel
 
 
 class DDP2(DDP):

@@ -18,7 +18,7 @@ from fitkit.arguments import describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError, require
 from fitkit.extras.deepspeed_engine import ZeroTraining, forget_groups
 from fitkit.extras.sharding.sharded_module import check_trains
-from fitkit.seams import DDP, Assignment, Engine, Strategy, held_by
+from fitkit.seams.strategies import DDP, Assignment, Engine, Strategy, held_by
 
 WHOLE = ("muon", "lamb", "lars")
 """Names of optimizers whose update of a number depends on the parameter's other numbers."""

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from fitkit.errors import ConfigurationError, warn
-from fitkit.seams import (
+from fitkit.seams.strategies import (
     Engine,
     ModuleInPlace,
     OptimizerInPlace,

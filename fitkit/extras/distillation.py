@@ -15,7 +15,7 @@ from fitkit.accelerators import move
 from fitkit.arguments import check_number, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.outputs import IGNORED, SINGLE, named_outputs
-from fitkit.seams import (
+from fitkit.seams.losses import (
     Ask,
     Count,
     Labels,
@@ -23,10 +23,10 @@ from fitkit.seams import (
     Untrained,
     full,
     is_labels,
-    is_plain_wrapper,
     resolve,
     weighted_mean,
 )
+from fitkit.seams.steps import is_plain_wrapper
 from fitkit.typing import Tree
 
 

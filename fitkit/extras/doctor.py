@@ -18,7 +18,8 @@ from packaging.specifiers import SpecifierSet
 from fitkit.accelerators import computes_bfloat16, name_of
 from fitkit.errors import ConfigurationError
 from fitkit.extras.free_devices import GPU, probe_gpus
-from fitkit.seams import Machine, detect, overload, resolve_strategy, usable_cores
+from fitkit.seams.machines import Machine, detect, overload, usable_cores
+from fitkit.seams.strategies import resolve_strategy
 from fitkit.version import DISTRIBUTION
 
 NEEDED = ("torch", "numpy", "torchmetrics", "h5py", "rich", "cloudpickle", "xxhash", "safetensors")

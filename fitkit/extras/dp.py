@@ -18,17 +18,15 @@ from fitkit import trees
 from fitkit.accelerators import current_device, number_of
 from fitkit.errors import ConfigurationError, warn
 from fitkit.samples import samples_among
-from fitkit.seams import (
+from fitkit.seams.steps import loss_in, said_count, stop_gradients_of_nothing
+from fitkit.seams.strategies import (
     Assignment,
     ReplicatedModel,
     Strategy,
     WrappedModel,
     gather,
-    loss_in,
     part_sizes,
-    said_count,
     split,
-    stop_gradients_of_nothing,
 )
 
 ABSENT = object()

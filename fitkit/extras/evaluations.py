@@ -9,7 +9,9 @@ from typing import Any
 
 from fitkit.arguments import check_count, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.seams import Callback, CompiledMetrics, check_data_type, run_of
+from fitkit.seams.callbacks import Callback, run_of
+from fitkit.seams.data import check_data_type
+from fitkit.seams.metrics import CompiledMetrics
 
 
 class EvaluateEvery(Callback):

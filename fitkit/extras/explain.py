@@ -23,7 +23,7 @@ from fitkit.errors import (
     with_code,
 )
 from fitkit.samples import LABELS
-from fitkit.seams import Module
+from fitkit.seams.networks import Module
 from fitkit.typing import AnyCallable, Tree
 
 ONE_SAMPLE = re.compile(r"Expected more than 1 value per channel")

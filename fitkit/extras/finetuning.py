@@ -14,7 +14,9 @@ from fitkit.arguments import check_count, check_flag, check_number, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.extras.rate_callbacks import optimizers_of, refuse_scheduler
 from fitkit.registry import did_you_mean
-from fitkit.seams import Callback, Logs, Module, print_on_rank_zero, put_rate
+from fitkit.seams.callbacks import Callback, Logs, print_on_rank_zero
+from fitkit.seams.networks import Module
+from fitkit.seams.optimizers import put_rate
 
 
 def module_named(model: Module, name: str, what: str) -> nn.Module:

@@ -13,7 +13,7 @@ from torch import nn
 
 from fitkit.arguments import check_flag
 from fitkit.errors import ConfigurationError, require
-from fitkit.seams import (
+from fitkit.seams.precisions import (
     FLOAT8,
     BFloat16Mixed,
     change_layer,

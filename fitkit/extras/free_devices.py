@@ -30,7 +30,7 @@ import torch
 
 from fitkit.arguments import describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.seams import is_script_rank, parent_of
+from fitkit.seams.machines import is_script_rank, parent_of
 
 GIB = 2**30
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fitkit.arguments import describe, dtype_name
 from fitkit.errors import ConfigurationError
 from fitkit.extras import urls
-from fitkit.seams import (
+from fitkit.seams.files import (
     FORMAT_VERSION,
     SUFFIXES,
     OpenWeights,

@@ -18,7 +18,7 @@ import torch
 from keras.src.trainers.trainer import Trainer
 
 from fitkit.errors import ConfigurationError
-from fitkit.seams import LogOptions
+from fitkit.seams.metrics import LogOptions
 
 OPTIONS = LogOptions(
     on_step=False,

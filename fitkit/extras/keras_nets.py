@@ -33,7 +33,9 @@ from fitkit.extras.keras_calls import Called, CompiledCall, called
 from fitkit.extras.keras_pickles import CODE, put_together, taken_apart
 from fitkit.extras.sharding.fsdp import FSDP
 from fitkit.outputs import SINGLE
-from fitkit.seams import DDP, Guest, Module, SingleDevice, Term
+from fitkit.seams.losses import Term
+from fitkit.seams.networks import Guest, Module
+from fitkit.seams.strategies import DDP, SingleDevice
 
 STEPS = ("train_step", "test_step", "predict_step", "compute_metrics")
 """The methods of a Keras model that only its own `fit` calls. `compute_loss` can be called."""

@@ -13,7 +13,8 @@ import keras
 import torch
 
 from fitkit.errors import ConfigurationError
-from fitkit.seams import METRICS, OPTIMIZERS
+from fitkit.seams.metrics import METRICS
+from fitkit.seams.optimizers import OPTIMIZERS
 
 UNUSUAL = (
     "weight_decay",

@@ -18,7 +18,7 @@ from keras.src.trainers.compile_utils import is_binary_or_sparse_categorical
 from fitkit import trees
 from fitkit.arguments import callable_name, check_takes_pair
 from fitkit.extras.keras_objects import loss_like
-from fitkit.seams import METRICS, Mean, MetricSpec, Named, as_given
+from fitkit.seams.metrics import METRICS, Mean, MetricSpec, Named, as_given
 
 TORCHS = ("fitkit", "torch", "torchmetrics")
 """Packages whose functions take the prediction first, wherever they are given."""

@@ -23,7 +23,7 @@ from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils import backend_utils, tracking
 from torch import nn
 
-from fitkit.seams import REDUCERS, Together
+from fitkit.seams.networks import REDUCERS, Together
 
 WRAPPED = ("build", "quantize", "_moments")
 """The methods that a Keras layer has its own wrapper of: made by `__new__`, or for a training."""

@@ -10,7 +10,9 @@ import torch
 from fitkit.errors import ConfigurationError, with_code
 from fitkit.extras.lightning_hooks import Hooks
 from fitkit.model import Model
-from fitkit.seams import OpenedData, make_source, validation_name
+from fitkit.seams.callbacks import validation_name
+from fitkit.seams.data import make_source
+from fitkit.seams.networks import OpenedData
 
 AT_STEPS = frozenset(
     {

@@ -19,7 +19,8 @@ from fitkit.extras.combined import CombinedLoader
 from fitkit.extras.lightning_base import ServedModel
 from fitkit.extras.lightning_hooks import TRANSFERS, defines, is_lightnings
 from fitkit.extras.lightning_trainer import Trainer
-from fitkit.seams import Callback, Logs, Module, OpenedData, has_own_steps
+from fitkit.seams.callbacks import Callback, Logs
+from fitkit.seams.networks import Module, OpenedData, has_own_steps
 
 LOADERS = {"fit": "train", "evaluate": "test", "predict": "predict"}
 """What begins the name of the loader that a verb reads."""

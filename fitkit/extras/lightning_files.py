@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from fitkit.errors import CheckpointError, ConfigurationError, warn_once
 from fitkit.extras.lightning_base import ServedModel
-from fitkit.seams import OpenWeights, check_plain
+from fitkit.seams.files import OpenWeights, check_plain
 
 ELSEWHERE = ("optimizer_states", "lr_schedulers", "callbacks", "loops")
 """What Lightning's checkpoints have, and fitkit's keep in a form of their own."""

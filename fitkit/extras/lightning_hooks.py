@@ -14,7 +14,8 @@ from torch import nn
 
 from fitkit import trees
 from fitkit.errors import ConfigurationError
-from fitkit.seams import Batch, Module, own_data
+from fitkit.seams.data import Batch, own_data
+from fitkit.seams.networks import Module
 
 BASE = "LightningModule"
 """The name of the base class, whichever package it is from."""

@@ -39,7 +39,9 @@ from fitkit.extras.lightning_trainer import Trainer, Word
 from fitkit.extras.lightning_updates import HookedScheduler, Idle
 from fitkit.extras.lightning_watcher import RatesByEpoch, hooks_updates, watcher_for
 from fitkit.modes import set_flags
-from fitkit.seams import NetAlone, OpenedData, OpenWeights, loss_in
+from fitkit.seams.files import OpenWeights
+from fitkit.seams.networks import OpenedData
+from fitkit.seams.steps import NetAlone, loss_in
 
 STEPS = ("training", "validation", "test", "predict")
 

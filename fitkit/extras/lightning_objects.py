@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from fitkit.seams import PlannedScheduler
+from fitkit.seams.optimizers import PlannedScheduler
 
 
 class HandedOptimizer:

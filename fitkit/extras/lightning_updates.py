@@ -19,16 +19,9 @@ from fitkit import trees
 from fitkit.errors import ConfigurationError, warn_once
 from fitkit.extras.lightning_base import ServedModel, refusal
 from fitkit.extras.lightning_objects import HandedOptimizer, toggled
-from fitkit.seams import (
-    Applier,
-    Batch,
-    CarriedTally,
-    PlannedScheduler,
-    ScaledApplier,
-    Update,
-    Updates,
-    loss_in,
-)
+from fitkit.seams.data import Batch
+from fitkit.seams.optimizers import PlannedScheduler
+from fitkit.seams.steps import Applier, CarriedTally, ScaledApplier, Update, Updates, loss_in
 
 AROUND_UPDATES = (
     "on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "optimizer_zero_grad",

@@ -9,7 +9,7 @@ import torch
 from fitkit.extras.lightning_base import ServedModel
 from fitkit.extras.lightning_hooks import TRANSFERS
 from fitkit.extras.lightning_updates import AROUND_UPDATES, HookedUpdates
-from fitkit.seams import Callback, Logs
+from fitkit.seams.callbacks import Callback, Logs
 
 
 def hooks_updates(model: ServedModel) -> bool:

@@ -38,19 +38,11 @@ from fitkit.extras.tune import untouched
 from fitkit.model import Model
 from fitkit.printing import say
 from fitkit.samples import samples_of
-from fitkit.seams import (
-    DDP,
-    Assignment,
-    MixedPrecision,
-    SingleDevice,
-    Strategy,
-    as_tensors,
-    check_trainable,
-    is_array,
-    made_dense,
-    named_strategy,
-    unpacker_of,
-)
+from fitkit.seams.data import as_tensors, is_array, made_dense
+from fitkit.seams.optimizers import check_trainable
+from fitkit.seams.precisions import MixedPrecision
+from fitkit.seams.steps import unpacker_of
+from fitkit.seams.strategies import DDP, Assignment, SingleDevice, Strategy, named_strategy
 from fitkit.tensors import human_bytes
 
 LINKS = {"10 Gbit/s Ethernet": 1.25e9, "100 Gbit/s network": 12.5e9, "NVLink": 300e9}

@@ -20,8 +20,9 @@ from fitkit import trees
 from fitkit.accelerators import current_device
 from fitkit.arguments import describe, dtype_name
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.seams import Elsewhere, check_folder_of, reading_on_ranks, replacing
-from fitkit.seams import Strategy as AnyStrategy
+from fitkit.seams.data import Elsewhere, reading_on_ranks
+from fitkit.seams.files import check_folder_of, replacing
+from fitkit.seams.strategies import Strategy as AnyStrategy
 from fitkit.typing import FilePath
 
 SUFFIX = ".npy"

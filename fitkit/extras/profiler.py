@@ -17,16 +17,10 @@ from fitkit.accelerators import has_streams
 from fitkit.arguments import check_count, check_flag
 from fitkit.errors import ConfigurationError
 from fitkit.extras.rate_callbacks import optimizers_of
-from fitkit.seams import (
-    FUSED,
-    Callback,
-    Logs,
-    Module,
-    class_of,
-    from_all_ranks,
-    overload,
-    print_on_rank_zero,
-)
+from fitkit.seams.callbacks import Callback, Logs, from_all_ranks, print_on_rank_zero
+from fitkit.seams.machines import overload
+from fitkit.seams.networks import Module
+from fitkit.seams.optimizers import FUSED, class_of
 
 Hook = Callable[..., Any]
 Hooks = dict[str, tuple[Hook, ...]]

@@ -21,7 +21,8 @@ from fitkit.callbacks.base import Callback, Logs, from_rank_zero, print_on_rank_
 from fitkit.callbacks.batch_sizes import SetsAccumulation, value_in
 from fitkit.callbacks.monitor import Monitor
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.seams import Module, put_rate
+from fitkit.seams.networks import Module
+from fitkit.seams.optimizers import put_rate
 
 
 def optimizers_of(model: Module) -> list[Optimizer]:

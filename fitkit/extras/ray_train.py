@@ -9,7 +9,7 @@ from typing import Any
 
 from fitkit.arguments import check_count
 from fitkit.errors import missing_package
-from fitkit.seams import Callback, run_of
+from fitkit.seams.callbacks import Callback, run_of
 
 FILE = "model.h5"
 """The name of the file in a reported checkpoint."""

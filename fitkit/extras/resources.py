@@ -25,7 +25,7 @@ from fitkit.accelerators import (
 )
 from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.seams import (
+from fitkit.seams.callbacks import (
     AnyRankFlag,
     Callback,
     Logs,
@@ -33,8 +33,8 @@ from fitkit.seams import (
     from_rank_zero,
     print_on_rank_zero,
     run_of,
-    unpack_batch,
 )
+from fitkit.seams.data import unpack_batch
 
 WRITTEN = re.compile(r"(\d+):(\d+):(\d+):(\d+)")
 

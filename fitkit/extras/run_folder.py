@@ -28,17 +28,10 @@ from fitkit.extras.loggers.base import hyperparameters_of
 from fitkit.extras.loggers.text import CSV
 from fitkit.extras.text_files import as_json, checked_path, replace_text
 from fitkit.outputs import EMPTY_MEAN
-from fitkit.seams import (
-    Callback,
-    CheckpointWriter,
-    Logs,
-    Module,
-    Monitor,
-    from_rank_zero,
-    replacing,
-    run_of,
-    together,
-)
+from fitkit.seams.callbacks import Callback, CheckpointWriter, Logs, Monitor, from_rank_zero, run_of
+from fitkit.seams.files import replacing
+from fitkit.seams.networks import Module
+from fitkit.seams.strategies import together
 from fitkit.version import __version__
 
 RECORD, PAGE, CURVES, RESUME = "run.json", "index.html", "curves.png", "resume.h5"

@@ -17,7 +17,8 @@ from fitkit.foreign_names import instead
 from fitkit.model import Model
 from fitkit.outputs import SINGLE, LossHint
 from fitkit.random_states import kept_random_numbers, random_state, set_random_state, set_seed
-from fitkit.seams import Callbacks, CompiledLoss
+from fitkit.seams.callbacks import Callbacks
+from fitkit.seams.losses import CompiledLoss
 from fitkit.typing import LossArgument, MetricsArgument, OptimizerArgument, Verbose
 
 try:

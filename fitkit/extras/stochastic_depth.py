@@ -6,7 +6,7 @@ from torch import nn
 
 from fitkit.arguments import check_count, check_number
 from fitkit.errors import ConfigurationError
-from fitkit.seams import Callback, Logs
+from fitkit.seams.callbacks import Callback, Logs
 
 Paths = list[tuple[nn.Module, str]]
 """Modules that leave blocks out, each with the name of the attribute that says how often."""

@@ -26,7 +26,7 @@ from fitkit.extras.distillation import teachers_of
 from fitkit.extras.layer_depths import scales_of
 from fitkit.modes import modes_restored
 from fitkit.random_states import kept_random_numbers
-from fitkit.seams import as_tensors, is_array, made_dense
+from fitkit.seams.data import as_tensors, is_array, made_dense
 from fitkit.tensors import human_bytes
 
 if TYPE_CHECKING:

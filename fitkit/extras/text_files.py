@@ -14,7 +14,7 @@ from typing import Any
 from fitkit.arguments import check_flag, describe
 from fitkit.callbacks.base import Callback, Logs
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.seams import is_url, refuse_url, remote, remove_abandoned, replacing
+from fitkit.seams.files import is_url, refuse_url, remote, remove_abandoned, replacing
 
 ABSENT = "NA"
 """The cell for a value that a row lacks."""

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import torch
 
 from fitkit.errors import CheckpointError, ConfigurationError
-from fitkit.seams import (
+from fitkit.seams.files import (
     HeldInterrupts,
     InMemory,
     OpenWeights,

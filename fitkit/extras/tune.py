@@ -27,14 +27,9 @@ from fitkit.model import Model
 from fitkit.modes import in_use
 from fitkit.outputs import EMPTY_MEAN
 from fitkit.random_states import kept_random_numbers
-from fitkit.seams import (
-    Callback,
-    Logs,
-    check_data_type,
-    from_all_ranks,
-    make_source,
-    parts_of_update,
-)
+from fitkit.seams.callbacks import Callback, Logs, from_all_ranks
+from fitkit.seams.data import check_data_type, make_source
+from fitkit.seams.steps import parts_of_update
 from fitkit.typing import Arrays, Data
 
 if TYPE_CHECKING:

@@ -13,17 +13,16 @@ from fitkit import trees
 from fitkit.arguments import check_choice, check_count, check_flag, check_number
 from fitkit.errors import FitkitError, warn
 from fitkit.outputs import EMPTY_MEAN
-from fitkit.seams import (
+from fitkit.seams.callbacks import (
     Callback,
     Logs,
     batches_of_call,
     from_all_ranks,
     from_rank_zero,
     is_multiple_in,
-    norm_of,
     print_on_rank_zero,
-    whole,
 )
+from fitkit.seams.strategies import norm_of, whole
 
 
 class NonFiniteError(FitkitError, FloatingPointError):

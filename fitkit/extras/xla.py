@@ -15,16 +15,15 @@ from torch.optim import Optimizer
 
 from fitkit.errors import ConfigurationError, WorkerError
 from fitkit.extras.xla_adapters import Adapter, adapter_of
-from fitkit.seams import (
+from fitkit.seams.machines import Machine, choose_kind
+from fitkit.seams.strategies import (
     DDP,
     Assignment,
     Engine,
-    Machine,
     ProcessGroup,
     Strategy,
     World,
     WrappedModel,
-    choose_kind,
     enter,
 )
 

@@ -17,7 +17,7 @@ import torch
 from fitkit.arguments import describe
 from fitkit.errors import ArgumentTypeError, MissingPackageError, missing_package, warn_once
 from fitkit.registry import unknown_name
-from fitkit.seams import World
+from fitkit.seams.strategies import World
 
 
 @runtime_checkable

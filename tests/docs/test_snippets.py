@@ -29,20 +29,6 @@ def name_of(page):
     return page.relative_to(ROOT).as_posix()
 
 
-@pytest.fixture(autouse=True)
-def _names_as_before():
-    """What a page adds to the names of losses, metrics, … goes with it."""
-    from fitkit import seams
-    from fitkit.extras.bagua import ALGORITHMS
-    from fitkit.registry import Registry
-
-    registries = (ALGORITHMS, *(one for one in vars(seams).values() if isinstance(one, Registry)))
-    before = [(dict(registry._entries), dict(registry._spelling)) for registry in registries]
-    yield
-    for registry, (entries, spelling) in zip(registries, before, strict=True):
-        registry._entries, registry._spelling = entries, spelling
-
-
 def install(text, folder):
     """Leave a page's package as pip would: its first Python block, and the names of its project."""
     project = re.search(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL).group(1)

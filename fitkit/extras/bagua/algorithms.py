@@ -12,7 +12,7 @@ from fitkit.arguments import check_choice, check_count, check_number
 from fitkit.errors import ConfigurationError
 from fitkit.extras.bagua.base import Algorithm, Peers, all_reduce_bytes
 from fitkit.extras.bagua.compression import decode, encode, wire_bytes
-from fitkit.seams import Precision
+from fitkit.seams.precisions import Precision
 
 
 class GradientAllreduce(Algorithm):

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from fitkit.seams import Collectives, Precision, RankGroup
+from fitkit.seams.precisions import Precision
+from fitkit.seams.strategies import Collectives, RankGroup
 from fitkit.tensors import FlatTensors
 
 

@@ -19,7 +19,7 @@ from fitkit.extras.bagua.compression import (
     merge_feedback,
     wire_bytes,
 )
-from fitkit.seams import Precision
+from fitkit.seams.precisions import Precision
 from fitkit.tensors import FlatTensors
 
 ERROR = "error"

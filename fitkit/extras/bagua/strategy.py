@@ -15,7 +15,7 @@ from fitkit.errors import ArgumentTypeError
 from fitkit.extras.bagua import ALGORITHMS, Algorithm, Peers
 from fitkit.extras.comm_hooks import hook_of
 from fitkit.registry import nearest
-from fitkit.seams import (
+from fitkit.seams.strategies import (
     DDP,
     Assignment,
     Collectives,

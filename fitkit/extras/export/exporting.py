@@ -26,7 +26,8 @@ from fitkit.extras.export.formats import (
 )
 from fitkit.extras.summary import evaluating, example_batch
 from fitkit.samples import samples_among
-from fitkit.seams import plain_layers, replacing
+from fitkit.seams.files import replacing
+from fitkit.seams.precisions import plain_layers
 
 Caller = Callable[[Callable[..., Any], Any], Any]
 """Calls a function with a batch's inputs, by position or by keyword."""

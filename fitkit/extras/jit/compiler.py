@@ -18,17 +18,9 @@ from fitkit.extras.jit.programs import (
     traces_gradients,
 )
 from fitkit.extras.jit.update import JitUpdate
-from fitkit.seams import (
-    CompiledStep,
-    Module,
-    Outcome,
-    Take,
-    Update,
-    Updates,
-    has_own_steps,
-    overridden,
-    uses_closure,
-)
+from fitkit.seams.networks import Module, has_own_steps, overridden
+from fitkit.seams.optimizers import uses_closure
+from fitkit.seams.steps import CompiledStep, Outcome, Take, Update, Updates
 from fitkit.typing import CompilerOptions
 
 

@@ -23,7 +23,9 @@ from fitkit.extras.jit.programs import (
 from fitkit.extras.jit.proof import MisfitError
 from fitkit.extras.jit.traced import TracedStep
 from fitkit.extras.jit.tracing import UncompiledError
-from fitkit.seams import Batch, CompiledStep, Module, Outcome, Take
+from fitkit.seams.data import Batch
+from fitkit.seams.networks import Module
+from fitkit.seams.steps import CompiledStep, Outcome, Take
 
 FEWEST_FUSED = 24
 """The fewest fusible operations for which a net is compiled with one batch a call.

@@ -19,7 +19,7 @@ from fitkit.errors import ConfigurationError, warn
 from fitkit.extras.jit.passes import with_passes
 from fitkit.extras.jit.proof import Backend, MisfitError
 from fitkit.extras.jit.tracing import UncompiledError, compiled, why_uncompiled
-from fitkit.seams import Module
+from fitkit.seams.networks import Module
 
 NUMBERS = itertools.count()
 """The numbers in the names of `give_own_code`."""

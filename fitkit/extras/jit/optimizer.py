@@ -27,7 +27,9 @@ from fitkit.extras.jit.net import JitNet
 from fitkit.extras.jit.programs import MOST_STEPS, UpdatePrograms
 from fitkit.extras.jit.proof import MisfitError
 from fitkit.extras.jit.tracing import UncompiledError
-from fitkit.seams import HOW, Module, class_of, members_of, together
+from fitkit.seams.networks import Module
+from fitkit.seams.optimizers import HOW, class_of, members_of
+from fitkit.seams.strategies import together
 
 
 class Group:

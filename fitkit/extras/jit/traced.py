@@ -17,18 +17,10 @@ from fitkit.extras.jit.graph_calls import Parts
 from fitkit.extras.jit.programs import copied
 from fitkit.extras.jit.tracing import UncompiledError
 from fitkit.samples import samples_in
-from fitkit.seams import (
-    Batch,
-    CompiledStep,
-    Module,
-    Outcome,
-    OwnStep,
-    Term,
-    checked_count,
-    is_plain_wrapper,
-    loss_in,
-    said_count,
-)
+from fitkit.seams.data import Batch
+from fitkit.seams.losses import Term, checked_count
+from fitkit.seams.networks import Module
+from fitkit.seams.steps import CompiledStep, Outcome, OwnStep, is_plain_wrapper, loss_in, said_count
 
 
 class TracedStep:

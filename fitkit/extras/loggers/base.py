@@ -15,7 +15,8 @@ from fitkit.extras.rate_callbacks import optimizers_of, rate_of
 from fitkit.extras.text_files import plain_value, writable
 from fitkit.extras.watches import BatchLosses
 from fitkit.outputs import EMPTY_MEAN
-from fitkit.seams import Callback, Logs, Module, run_of
+from fitkit.seams.callbacks import Callback, Logs, run_of
+from fitkit.seams.networks import Module
 
 Unit = Literal["batches", "updates"]
 

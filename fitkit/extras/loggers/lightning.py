@@ -17,7 +17,7 @@ from fitkit.extras.loggers.services import MLflow, WandB
 from fitkit.extras.loggers.tensorboard import TensorBoard
 from fitkit.extras.loggers.text import CSV
 from fitkit.extras.text_files import checked_path, checked_place
-from fitkit.seams import run_of
+from fitkit.seams.callbacks import run_of
 
 NAME = "lightning_logs"
 """The default folder or experiment name."""

@@ -21,7 +21,8 @@ from fitkit.extras.loggers.base import Logger, Unit, pixels
 from fitkit.extras.text_files import checked_place
 from fitkit.random_states import kept_random_numbers
 from fitkit.registry import did_you_mean
-from fitkit.seams import Logs, parent
+from fitkit.seams.callbacks import Logs
+from fitkit.seams.files import parent
 
 OURS = ("log_dir", "histogram_freq", "write_graph", "write_steps_per_second", "update_freq")
 

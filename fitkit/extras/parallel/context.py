@@ -18,7 +18,7 @@ from fitkit import trees
 from fitkit.errors import ConfigurationError
 from fitkit.extras.parallel.tensor import local_part
 from fitkit.modes import modes_restored
-from fitkit.seams import DividedModel, RankGroup, WrappedModel
+from fitkit.seams.strategies import DividedModel, RankGroup, WrappedModel
 
 CHECKED = 64
 """So many tokens of each rank are computed in both ways for the check, at most."""

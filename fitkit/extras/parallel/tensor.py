@@ -13,7 +13,7 @@ from torch import nn
 from fitkit.arguments import check_choice, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.extras.sharding.sharded_module import shares_parameters
-from fitkit.seams import Collectives
+from fitkit.seams.strategies import Collectives
 
 STYLES = ("colwise", "rowwise")
 

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from fitkit.errors import warn
 from fitkit.extras.sharding.sharded_optimizer import OptimizerShards
-from fitkit.seams import DDP, Collectives, Engine
+from fitkit.seams.strategies import DDP, Collectives, Engine
 
 
 class DDPSharded(DDP):

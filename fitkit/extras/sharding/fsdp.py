@@ -22,13 +22,13 @@ from fitkit.extras.activation_checkpointing import check_blocks, matching
 from fitkit.extras.sharding.sharded_module import ShardedModule, blocks_of, check_trains, check_wrap
 from fitkit.extras.sharding.sharded_optimizer import SpreadOptimizer
 from fitkit.random_states import random_state, set_random_state
-from fitkit.seams import (
+from fitkit.seams.precisions import MixedPrecision
+from fitkit.seams.strategies import (
     DDP,
     Assignment,
     Collectives,
     DividedModel,
     Engine,
-    MixedPrecision,
     RankGroup,
     StepRouter,
     Strategy,

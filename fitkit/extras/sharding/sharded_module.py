@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from fitkit.arguments import check_choice, check_count, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.extras.activation_checkpointing import UNCALLED, are_module_classes, recompute, repeated
-from fitkit.seams import ModuleInPlace, as_parts, held_by, uses_closure, whole, whole_on_host
+from fitkit.seams.optimizers import uses_closure
+from fitkit.seams.strategies import ModuleInPlace, as_parts, held_by, whole, whole_on_host
 
 Giving = Literal["whole", "whole on rank 0", "spread"]
 """What state dicts have for spread tensors: the whole (on rank 0 alone), or what they are."""

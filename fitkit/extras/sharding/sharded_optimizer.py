@@ -13,15 +13,8 @@ from torch.optim import Optimizer
 from fitkit import trees
 from fitkit.errors import ConfigurationError
 from fitkit.extras.sharding.sharded_module import ShardedModule
-from fitkit.seams import (
-    Collectives,
-    OptimizerInPlace,
-    as_parts,
-    held_by,
-    kept_apart,
-    uses_closure,
-    whole_on_host,
-)
+from fitkit.seams.optimizers import kept_apart, uses_closure
+from fitkit.seams.strategies import Collectives, OptimizerInPlace, as_parts, held_by, whole_on_host
 from fitkit.tensors import bytes_of
 
 CLOSURE = (

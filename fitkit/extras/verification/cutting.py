@@ -16,7 +16,7 @@ from fitkit import trees
 from fitkit.arguments import describe
 from fitkit.errors import ConfigurationError
 from fitkit.random_states import set_seed
-from fitkit.seams import samples_between
+from fitkit.seams.data import samples_between
 
 SEED = 20_011
 

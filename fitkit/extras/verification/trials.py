@@ -25,7 +25,9 @@ from fitkit.model import Model
 from fitkit.modes import kept_in_evaluation
 from fitkit.random_states import set_seed
 from fitkit.samples import samples_of
-from fitkit.seams import Callback, first_rate, put_rate, unpack_batch
+from fitkit.seams.callbacks import Callback
+from fitkit.seams.data import unpack_batch
+from fitkit.seams.optimizers import first_rate, put_rate
 
 Pass = tuple[list[torch.Tensor], list[torch.Tensor]]
 """A module's inputs and outputs in one batch."""

@@ -24,15 +24,8 @@ from fitkit.model import Model
 from fitkit.modes import in_use
 from fitkit.printing import say
 from fitkit.random_states import kept_random_numbers, set_seed
-from fitkit.seams import (
-    LoaderSource,
-    NoRows,
-    Source,
-    check_data_type,
-    detect,
-    keeps_rows,
-    make_source,
-)
+from fitkit.seams.data import LoaderSource, NoRows, Source, check_data_type, keeps_rows, make_source
+from fitkit.seams.machines import detect
 
 
 def verify(

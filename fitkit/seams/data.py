@@ -1,0 +1,68 @@
+"""For data: sources of batches, how loaders are read in order, and changes of whole batches.
+
+Example:
+    >>> import torch, fitkit
+    >>> from fitkit.seams.data import BatchTransform
+    >>> class Scaled(BatchTransform):
+    ...     "Multiplies a batch's inputs by one random number, the same on all ranks."
+    ...     def apply(self, x, y, whole):
+    ...         return x * whole.numbers.uniform(0.9, 1.1), y
+    >>> model = fitkit.Model(torch.nn.Linear(4, 1))
+    >>> model.compile("sgd", "mse", batch_transforms=[Scaled()])
+    >>> x = torch.randn(64, 4)
+    >>> history = model.fit(x, x.sum(1, keepdim=True), verbose=0)
+"""
+
+from fitkit.data.arrays import as_tensors, is_array, made_dense, samples_between
+from fitkit.data.batches import Batch, NoRows, Source, marked, unpack_batch
+from fitkit.data.loaders import ReadInOrder, begin_order, iterate, iterates_by_itself, seeds_apart
+from fitkit.data.sharding import keeps_rows
+from fitkit.data.sources import (
+    DrawnSource,
+    LoaderSource,
+    ReadByItself,
+    check_data_type,
+    length_of,
+    make_source,
+)
+from fitkit.data.to_device import own_data
+from fitkit.training.batch_transforms import (
+    BatchTransform,
+    FunctionTransform,
+    WholeBatch,
+    as_transform,
+    name_of,
+)
+from fitkit.training.predictions import Elsewhere, reading_on_ranks
+
+__all__ = [
+    "Batch",
+    "BatchTransform",
+    "DrawnSource",
+    "Elsewhere",
+    "FunctionTransform",
+    "LoaderSource",
+    "NoRows",
+    "ReadByItself",
+    "ReadInOrder",
+    "Source",
+    "WholeBatch",
+    "as_tensors",
+    "as_transform",
+    "begin_order",
+    "check_data_type",
+    "is_array",
+    "iterate",
+    "iterates_by_itself",
+    "keeps_rows",
+    "length_of",
+    "made_dense",
+    "make_source",
+    "marked",
+    "name_of",
+    "own_data",
+    "reading_on_ranks",
+    "samples_between",
+    "seeds_apart",
+    "unpack_batch",
+]

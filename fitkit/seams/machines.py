@@ -1,0 +1,24 @@
+"""What a machine has, and who started this process.
+
+Example:
+    >>> from fitkit.seams.machines import Machine, usable_cores
+    >>> usable_cores() >= 1
+    True
+    >>> Machine.here().count("cpu")
+    1
+"""
+
+from fitkit.distributed.cluster import detect
+from fitkit.distributed.devices import Machine, choose_kind, overload, usable_cores
+from fitkit.distributed.launchers.meeting_folder import parent_of
+from fitkit.distributed.launchers.script import is_script_rank
+
+__all__ = [
+    "Machine",
+    "choose_kind",
+    "detect",
+    "is_script_rank",
+    "overload",
+    "parent_of",
+    "usable_cores",
+]

@@ -1,0 +1,33 @@
+"""For metrics: what a name means.
+
+Example:
+    >>> import torch, fitkit
+    >>> from fitkit.seams.metrics import METRICS, Mean, Named, matched
+    >>> def is_near(prediction, target):
+    ...     return ((prediction - target).abs() < 0.5).float()
+    >>> added = METRICS.add("near", Named(lambda first: Mean(matched, is_near), weightable=True))
+    >>> model = fitkit.Model(torch.nn.Identity())
+    >>> model.compile(loss="mse", metrics=["near"], accelerator="cpu", devices=1)
+    >>> x = torch.tensor([[0.0], [1.0]])
+    >>> model.evaluate(x, torch.zeros(2, 1), verbose=0, return_dict=True)
+    {'loss': 0.5, 'near': 0.5}
+"""
+
+from fitkit.metrics import CompiledMetrics
+from fitkit.metrics.conversions import as_given, matched
+from fitkit.metrics.group import MetricSpec
+from fitkit.metrics.named import NAMES as METRICS
+from fitkit.metrics.named import Named
+from fitkit.metrics.sums import Mean
+from fitkit.record import LogOptions
+
+__all__ = [
+    "METRICS",
+    "CompiledMetrics",
+    "LogOptions",
+    "Mean",
+    "MetricSpec",
+    "Named",
+    "as_given",
+    "matched",
+]

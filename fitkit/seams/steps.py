@@ -1,0 +1,41 @@
+"""For what computes steps otherwise than as written, and for steps that other modules bring.
+
+Example:
+    >>> import torch, fitkit
+    >>> from fitkit.seams.steps import CompiledStep, Outcome
+    >>> class Noted(CompiledStep):
+    ...     "Computes a batch as written, and prints its loss."
+    ...     def __call__(self, batch, index=0, *, is_part=False):
+    ...         outcome: Outcome = super().__call__(batch, index, is_part=is_part)
+    ...         print(f"batch {index}: {outcome.loss.item():.1f}")
+    ...         return outcome
+"""
+
+from fitkit.training.applier import Applier, ScaledApplier
+from fitkit.training.compiler import Compiler, NetAlone, Take, Updates
+from fitkit.training.empty_parts import stop_gradients_of_nothing
+from fitkit.training.own_step import OwnStep, loss_in, said_count
+from fitkit.training.settings import parts_of_update
+from fitkit.training.step import CompiledStep, Outcome, is_plain_wrapper, unpacker_of
+from fitkit.training.tally import CarriedTally
+from fitkit.training.update import Update
+
+__all__ = [
+    "Applier",
+    "CarriedTally",
+    "CompiledStep",
+    "Compiler",
+    "NetAlone",
+    "Outcome",
+    "OwnStep",
+    "ScaledApplier",
+    "Take",
+    "Update",
+    "Updates",
+    "is_plain_wrapper",
+    "loss_in",
+    "parts_of_update",
+    "said_count",
+    "stop_gradients_of_nothing",
+    "unpacker_of",
+]

@@ -1,0 +1,92 @@
+"""For strategies: the base classes, ranks, exchanges, wrappers, and training in another form.
+
+Example:
+    >>> import torch, fitkit
+    >>> from fitkit.seams.strategies import STRATEGIES, Engine, SingleDevice
+    >>> class Halving(Engine):
+    ...     "Makes gradients half as large."
+    ...     def __init__(self, parameters):
+    ...         self.parameters = parameters
+    ...     def backward(self, loss):
+    ...         loss.backward()
+    ...         for parameter in self.parameters:
+    ...             parameter.grad *= 0.5
+    >>> class Halved(SingleDevice):
+    ...     "Trains on one device by half the gradient."
+    ...     name = "halved"
+    ...     has_engine = True
+    ...     def engine_for(self, module, optimizers):
+    ...         return Halving(list(module.parameters()))
+    >>> added = STRATEGIES.add("halved", Halved)
+    >>> model = fitkit.Model(torch.nn.Linear(1, 1, bias=False))
+    >>> torch.nn.init.zeros_(model.net.weight).item()
+    0.0
+    >>> model.compile("sgd", "mse", learning_rate=1.0, strategy="halved")
+    >>> x = torch.ones(4, 1)
+    >>> history = model.fit(x, x, batch_size=4, verbose=0)
+    >>> model.net.weight.item()  # the gradient is -2
+    1.0
+"""
+
+from fitkit.distributed.collectives import (
+    Collectives,
+    ProcessGroup,
+    pack_gradients,
+    together,
+    unpack_gradients,
+)
+from fitkit.distributed.first_forward import refusing_writes
+from fitkit.distributed.in_place import (
+    ModuleInPlace,
+    OptimizerInPlace,
+    as_parts,
+    held_by,
+    whole,
+    whole_on_host,
+)
+from fitkit.distributed.meta_tensors import Unfilled
+from fitkit.distributed.resolve import named_strategy, resolve_strategy
+from fitkit.distributed.rows import gather, part_sizes, split
+from fitkit.distributed.strategies import DDP, STRATEGIES, SingleDevice
+from fitkit.distributed.strategies.base import Assignment, Strategy
+from fitkit.distributed.strategies.ddp import DDPWrapper
+from fitkit.distributed.strategies.engine import Engine, norm_of
+from fitkit.distributed.world import RankGroup, World, counting_connections, enter
+from fitkit.distributed.wrapped_model import DividedModel, ReplicatedModel, StepRouter, WrappedModel
+
+__all__ = [
+    "DDP",
+    "STRATEGIES",
+    "Assignment",
+    "Collectives",
+    "DDPWrapper",
+    "DividedModel",
+    "Engine",
+    "ModuleInPlace",
+    "OptimizerInPlace",
+    "ProcessGroup",
+    "RankGroup",
+    "ReplicatedModel",
+    "SingleDevice",
+    "StepRouter",
+    "Strategy",
+    "Unfilled",
+    "World",
+    "WrappedModel",
+    "as_parts",
+    "counting_connections",
+    "enter",
+    "gather",
+    "held_by",
+    "named_strategy",
+    "norm_of",
+    "pack_gradients",
+    "part_sizes",
+    "refusing_writes",
+    "resolve_strategy",
+    "split",
+    "together",
+    "unpack_gradients",
+    "whole",
+    "whole_on_host",
+]
