@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal, SupportsIndex, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeVar, overload
 
 from torch import nn
 from torch.optim import Optimizer
@@ -56,11 +56,10 @@ from fitkit.training.compiler import new_compiler
 from fitkit.training.evaluate import run_evaluate, run_predict
 from fitkit.training.fit import run_fit
 from fitkit.training.on_batch import KeptSteps, evaluate_batch, fit_batch, predict_batch
-from fitkit.training.predictions import Receiver, check_outside_of_loop, run_streamed
 from fitkit.training.resume import check_data, checkpoint_to_resume
 from fitkit.training.settings import EvaluateArguments, FitArguments
 from fitkit.training.snapshot import load, restored_model, save, save_weights
-from fitkit.training.surroundings import computing
+from fitkit.training.surroundings import check_outside_of_loop, computing
 from fitkit.typing import (
     UNSET,
     AcceleratorName,
@@ -82,6 +81,9 @@ from fitkit.typing import (
     Unset,
     Verbose,
 )
+
+if TYPE_CHECKING:
+    from fitkit.extras.streamed_predictions import Receiver
 
 Arguments = TypeVar("Arguments", FitArguments, EvaluateArguments)
 
@@ -748,6 +750,8 @@ class Model(Module):
 
     def _stream(self, verb: str, arguments: EvaluateArguments, receiver: Receiver) -> Any:
         """Predict, and hand the outputs to a receiver as they come; return its result."""
+        from fitkit.extras.streamed_predictions import run_streamed
+
         with computing(self, verb):
             arguments = _prepared(self, "predict", arguments)
             return self._launcher().launch(verb, run_streamed, self, arguments, receiver)

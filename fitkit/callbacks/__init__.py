@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from fitkit.callbacks.base import Callback, LambdaCallback
 from fitkit.callbacks.callback_list import CALLBACKS, CallbackList
-from fitkit.callbacks.early_stopping import EarlyStopping, OptunaPruning
+from fitkit.callbacks.early_stopping import EarlyStopping
 from fitkit.callbacks.history import History
 from fitkit.callbacks.model_checkpoint import ModelCheckpoint
 from fitkit.callbacks.progress import ProgressBar
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fitkit.extras.evaluations import EvaluateEvery, MetricCallback
     from fitkit.extras.finetuning import BackboneFinetuning, GradualUnfreezing
     from fitkit.extras.loggers.tensorboard import TensorBoard
+    from fitkit.extras.optuna_pruning import OptunaPruning
     from fitkit.extras.profiler import Profiler
     from fitkit.extras.progressive import Progressive
     from fitkit.extras.rate_callbacks import (
@@ -47,6 +48,7 @@ _OF_EXTRAS = {
     "BackboneFinetuning": "fitkit.extras.finetuning:BackboneFinetuning",
     "GradualUnfreezing": "fitkit.extras.finetuning:GradualUnfreezing",
     "TensorBoard": "fitkit.extras.loggers.tensorboard:TensorBoard",
+    "OptunaPruning": "fitkit.extras.optuna_pruning:OptunaPruning",
     "Profiler": "fitkit.extras.profiler:Profiler",
     "Progressive": "fitkit.extras.progressive:Progressive",
     "GradientAccumulationScheduler": "fitkit.extras.rate_callbacks:GradientAccumulationScheduler",

@@ -59,6 +59,17 @@ class WrappedModel:
         return target(*args, **kwargs)
 
 
+def mean_by(values: torch.Tensor, weights: list[Any]) -> torch.Tensor:
+    """Return the mean of a vector with one entry per replica, by what each entry is the mean over.
+
+    An entry that is the mean over nothing counts for nothing, though it is NaN.
+    """
+    shares = torch.stack([torch.as_tensor(w, dtype=values.dtype) for w in weights])
+    shares = shares.to(values.device)
+    counted = torch.where(shares > 0, values, torch.zeros_like(values))
+    return (counted * (shares / shares.sum().clamp_min(torch.finfo(values.dtype).tiny))).sum()
+
+
 class ReplicatedModel(WrappedModel):
     """A model of which replicas compute parts of a batch each. Their outputs are gathered.
 

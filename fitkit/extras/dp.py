@@ -17,17 +17,10 @@ from torch import nn
 from fitkit import trees
 from fitkit.accelerators import current_device, number_of
 from fitkit.errors import ConfigurationError, warn
+from fitkit.extras.rows import gather, part_sizes, split
 from fitkit.samples import samples_among
 from fitkit.seams.steps import loss_in, said_count, stop_gradients_of_nothing
-from fitkit.seams.strategies import (
-    Assignment,
-    ReplicatedModel,
-    Strategy,
-    WrappedModel,
-    gather,
-    part_sizes,
-    split,
-)
+from fitkit.seams.strategies import Assignment, ReplicatedModel, Strategy, WrappedModel
 
 ABSENT = object()
 

@@ -33,14 +33,17 @@ from fitkit.training.batch_transforms import (
     as_transform,
     name_of,
 )
-from fitkit.training.predictions import Elsewhere, reading_on_ranks
+from fitkit.training.evaluate import HostCopies, in_input_order, predict_source
+from fitkit.training.settings import EvaluateArguments
+from fitkit.training.surroundings import reading_on_ranks, surroundings
 
 __all__ = [
     "Batch",
     "BatchTransform",
     "DrawnSource",
-    "Elsewhere",
+    "EvaluateArguments",
     "FunctionTransform",
+    "HostCopies",
     "LoaderSource",
     "NoRows",
     "ReadByItself",
@@ -51,6 +54,7 @@ __all__ = [
     "as_transform",
     "begin_order",
     "check_data_type",
+    "in_input_order",
     "is_array",
     "iterate",
     "iterates_by_itself",
@@ -61,8 +65,10 @@ __all__ = [
     "marked",
     "name_of",
     "own_data",
+    "predict_source",
     "reading_on_ranks",
     "samples_between",
     "seeds_apart",
+    "surroundings",
     "unpack_batch",
 ]

@@ -46,13 +46,18 @@ from fitkit.distributed.in_place import (
 )
 from fitkit.distributed.meta_tensors import Unfilled
 from fitkit.distributed.resolve import named_strategy, resolve_strategy
-from fitkit.distributed.rows import gather, part_sizes, split
 from fitkit.distributed.strategies import DDP, STRATEGIES, SingleDevice
 from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.ddp import DDPWrapper
 from fitkit.distributed.strategies.engine import Engine, norm_of
 from fitkit.distributed.world import RankGroup, World, counting_connections, enter
-from fitkit.distributed.wrapped_model import DividedModel, ReplicatedModel, StepRouter, WrappedModel
+from fitkit.distributed.wrapped_model import (
+    DividedModel,
+    ReplicatedModel,
+    StepRouter,
+    WrappedModel,
+    mean_by,
+)
 
 __all__ = [
     "DDP",
@@ -76,15 +81,13 @@ __all__ = [
     "as_parts",
     "counting_connections",
     "enter",
-    "gather",
     "held_by",
+    "mean_by",
     "named_strategy",
     "norm_of",
     "pack_gradients",
-    "part_sizes",
     "refusing_writes",
     "resolve_strategy",
-    "split",
     "together",
     "unpack_gradients",
     "whole",

@@ -14,8 +14,7 @@ from fitkit.arguments import describe
 from fitkit.data.batches import Batch
 from fitkit.data.to_device import Mover, own_data
 from fitkit.distributed.collectives import Collectives
-from fitkit.distributed.rows import mean_by
-from fitkit.distributed.wrapped_model import ReplicatedModel, WrappedModel
+from fitkit.distributed.wrapped_model import ReplicatedModel, WrappedModel, mean_by
 from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import overridden, step_arguments
 from fitkit.losses import checked_count

@@ -7,6 +7,7 @@ and what is restored after an error.
 from __future__ import annotations
 
 import contextlib
+import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
@@ -19,7 +20,8 @@ from fitkit.accelerators import current, empty_cache
 from fitkit.buffers import Place, restorer
 from fitkit.data.batches import CountedSource, Source
 from fitkit.data.sharding import sharded
-from fitkit.errors import OutOfMemoryError, is_out_of_memory
+from fitkit.distributed.strategies import Strategy
+from fitkit.errors import ConfigurationError, OutOfMemoryError, is_out_of_memory
 from fitkit.hooks import evaluation_stage
 from fitkit.modes import in_use, weights_cast_anew
 from fitkit.module import Module, is_metric
@@ -241,3 +243,35 @@ def rank_source(
         fills=fills,
         samples_of=samples_of,
     )
+
+
+_loops: dict[int, str] = {}
+"""The threads that read the outputs of a pass on several ranks, by their ids."""
+
+
+@contextlib.contextmanager
+def reading_on_ranks(strategy: Strategy) -> Iterator[None]:
+    """Note for the length of a block that this thread reads what several ranks compute."""
+    thread = threading.get_ident()
+    is_first = strategy.world.size > 1 and thread not in _loops
+    if is_first:
+        _loops[thread] = strategy.name
+    try:
+        yield
+    finally:
+        if is_first:
+            _loops.pop(thread, None)
+
+
+def check_outside_of_loop(strategy: Strategy) -> None:
+    """Refuse a call on several ranks while the thread reads the outputs of another one.
+
+    Raises:
+        ConfigurationError: the ranks are in use until that loop ends.
+    """
+    if _loops and strategy.world.size > 1 and threading.get_ident() in _loops:
+        raise ConfigurationError(
+            "A loop over predict_batches on several devices is running in this thread, and its "
+            "processes are in use. End the loop first (or call its iterator's close()), or compile "
+            "this model with devices=1."
+        )

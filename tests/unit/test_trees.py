@@ -12,7 +12,7 @@ import fitkit
 from fitkit import trees
 from fitkit.data.to_device import Transfer
 from fitkit.distributed.precision.base import widened
-from fitkit.distributed.rows import gather, split
+from fitkit.extras.rows import gather, split
 
 
 @dataclasses.dataclass

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from fitkit.distributed.rows import gather, part_sizes, split
 from fitkit.errors import ConfigurationError
 from fitkit.extras.dp import Replicas, _callers_modes
+from fitkit.extras.rows import gather, part_sizes, split
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", ["left", "right"])

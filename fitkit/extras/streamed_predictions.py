@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -12,15 +11,19 @@ from typing import Any, Protocol
 import torch
 
 from fitkit import trees
-from fitkit.data.batches import Batch, NoRows
-from fitkit.distributed.collectives import Collectives
-from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ConfigurationError
-from fitkit.module import Module
-from fitkit.training.evaluate import HostCopies, in_input_order, predict_source
-from fitkit.training.settings import EvaluateArguments
-from fitkit.training.step import Outcome
-from fitkit.training.surroundings import surroundings
+from fitkit.seams.data import (
+    Batch,
+    EvaluateArguments,
+    HostCopies,
+    NoRows,
+    in_input_order,
+    predict_source,
+    surroundings,
+)
+from fitkit.seams.networks import Module
+from fitkit.seams.steps import Outcome
+from fitkit.seams.strategies import Collectives, Strategy
 
 BUNDLE_BYTES = 2 * 2**20
 """How much a rank collects before the ranks exchange it, if a batch isn't larger."""
@@ -223,35 +226,3 @@ def bundle_of(outputs: list[Any], samples: list[int]) -> Bundle:
     ):
         return Bundle(torch.cat(counted), [len(output) for output in counted], samples)
     return Bundle([trees.copied(output) for output in counted], [], samples)
-
-
-_loops: dict[int, str] = {}
-"""The threads that read the outputs of a pass on several ranks, by their ids."""
-
-
-@contextlib.contextmanager
-def reading_on_ranks(strategy: Strategy) -> Iterator[None]:
-    """Note for the length of a block that this thread reads what several ranks compute."""
-    thread = threading.get_ident()
-    is_first = strategy.world.size > 1 and thread not in _loops
-    if is_first:
-        _loops[thread] = strategy.name
-    try:
-        yield
-    finally:
-        if is_first:
-            _loops.pop(thread, None)
-
-
-def check_outside_of_loop(strategy: Strategy) -> None:
-    """Refuse a call on several ranks while the thread reads the outputs of another one.
-
-    Raises:
-        ConfigurationError: the ranks are in use until that loop ends.
-    """
-    if _loops and strategy.world.size > 1 and threading.get_ident() in _loops:
-        raise ConfigurationError(
-            "A loop over predict_batches on several devices is running in this thread, and its "
-            "processes are in use. End the loop first (or call its iterator's close()), or compile "
-            "this model with devices=1."
-        )

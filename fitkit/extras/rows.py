@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from fitkit import trees
 from fitkit.errors import ConfigurationError
 from fitkit.samples import samples_among
+from fitkit.seams.strategies import mean_by
 
 LOSS = ("['loss']", ".loss")
 """Where a net's own loss is among its outputs."""
@@ -138,17 +139,6 @@ def gather(
         vars(filled).update(joined([vars(output) for output in outputs], ""))
         return filled
     return joined(outputs, "")
-
-
-def mean_by(values: torch.Tensor, weights: list[Any]) -> torch.Tensor:
-    """Return the mean of a vector with one entry per replica, by what each entry is the mean over.
-
-    An entry that is the mean over nothing counts for nothing, though it is NaN.
-    """
-    shares = torch.stack([torch.as_tensor(w, dtype=values.dtype) for w in weights])
-    shares = shares.to(values.device)
-    counted = torch.where(shares > 0, values, torch.zeros_like(values))
-    return (counted * (shares / shares.sum().clamp_min(torch.finfo(values.dtype).tiny))).sum()
 
 
 def _joined_leaves(leaves: list[Any], device: torch.device | None) -> Any:
