@@ -22,7 +22,8 @@ from fitkit.module import Module
 from fitkit.outputs import named_outputs
 from fitkit.random_states import kept_random_numbers
 from fitkit.samples import samples_in
-from fitkit.training.step import CompiledStep, forward_of, labels_inside, unpacker_of
+from fitkit.training.parts_of_batches import labels_inside, unpacker_of
+from fitkit.training.step import CompiledStep, forward_of
 from fitkit.training.step_for import Step
 from fitkit.typing import Tree
 

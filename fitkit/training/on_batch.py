@@ -42,7 +42,8 @@ from fitkit.shortcuts import Shortcut
 from fitkit.training.batch_transforms import batch_transforms_of
 from fitkit.training.evaluate import joined, on_host
 from fitkit.training.log import warn_of_empty
-from fitkit.training.step import CompiledStep, counter_of
+from fitkit.training.parts_of_batches import counter_of
+from fitkit.training.step import CompiledStep
 from fitkit.training.step_context import StepContext, as_current
 from fitkit.training.step_for import predict_step_for, step_for
 from fitkit.training.surroundings import (

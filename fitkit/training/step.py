@@ -19,7 +19,7 @@ from fitkit import trees
 from fitkit.accelerators import number_of
 from fitkit.compilation import MEMORY_FORMATS
 from fitkit.data.arrays import as_tensors
-from fitkit.data.batches import Batch, NoRows, check_weights, unpack_batch, warn_of_second_target
+from fitkit.data.batches import Batch, NoRows, check_weights, warn_of_second_target
 from fitkit.data.to_device import LABEL_KEYS, Mover, Transfer
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Strategy
@@ -32,11 +32,12 @@ from fitkit.losses.class_weights import ClassWeights
 from fitkit.metrics.compiled import CompiledMetrics
 from fitkit.modes import modes_restored
 from fitkit.module import Module
-from fitkit.samples import counted, counted_in, plain_rows, said_by, samples_in
+from fitkit.samples import samples_in
 from fitkit.shortcuts import Shortcut
 from fitkit.training.caller import Caller, caller_of
 from fitkit.training.log import Logbook
 from fitkit.training.own_loss import ask_for_rows, ask_for_sum, takes_items_in_batch
+from fitkit.training.parts_of_batches import labels_inside, unpacker_of
 from fitkit.typing import Outputs, Tree
 
 if TYPE_CHECKING:
@@ -555,72 +556,6 @@ class CompiledStep:
             ) from error
         needs = self.loss is not None and self.loss.own is None
         raise_explained(error, self.wrapped.module, x, y, self.name, needs_target=needs)
-
-
-def labels_inside(x: Tree) -> Any:
-    """Return the targets that a dict batch has among its inputs; None if there are none."""
-    if isinstance(x, Mapping):
-        for key in LABEL_KEYS:
-            if key in x:
-                return x[key]
-    return None
-
-
-def unpacker_of(model: Module, name: str | None = None) -> Callable[[Any], tuple[Any, Any, Any]]:
-    """Return the function that splits a model's batches into inputs, targets and weights.
-
-    This is `unpack_batch`, or one that finds the targets of `compile(target=…)` among a dict's
-    entries or an object's attributes. An object goes to the net whole.
-
-    Args:
-        name: the data's name for messages; None if the targets may be missing.
-    """
-    target = model._fitkit.compilation.given.target
-    if target is None:
-        return unpack_batch
-    caller = caller_of(model)
-    keys = set(trees.leaves(target))
-
-    def taken_apart(batch: Tree) -> tuple[Any, Any, Any]:
-        x, y, weight = unpack_batch(batch)
-        if not isinstance(x, Mapping):
-            if y is None and keys and all(hasattr(x, str(key)) for key in keys):
-                y = trees.map_leaves(lambda key: getattr(x, key), target)
-            return x, y, weight
-        if y is None and keys <= set(x):
-            y = trees.map_leaves(lambda key: x[key], target)
-        elif y is None and name is not None:
-            raise ConfigurationError(
-                f"compile was given target={target!r}, but a batch of {name} has the entries "
-                f"{', '.join(map(repr, x))}."
-            )
-        inputs = {key: value for key, value in x.items() if key not in keys}
-        if len(inputs) == 1:
-            ((key, value),) = inputs.items()
-            return (inputs if caller.takes(inputs, key) else value), y, weight
-        return inputs, y, weight
-
-    return taken_apart
-
-
-def counter_of(model: Module) -> Callable[[Any], int]:
-    """Return what counts the samples of a model's batches. Entries that disagree are said once."""
-    compilation, doubts = model._fitkit.compilation, model._fitkit.doubts
-    speaks = compilation.strategy.collectives.rank == 0
-    unpack = None if compilation.given.target is None else unpacker_of(model)
-
-    def samples_of(batch: Tree) -> int:
-        if (rows := plain_rows(batch)) is not None:
-            return rows
-        if unpack is not None and isinstance(batch, Mapping) and said_by(batch) is None:
-            found = counted_in(*unpack(batch)[:2])
-        else:
-            found = counted(batch)
-        if found.doubt is not None:
-            doubts.note(found.doubt, speaks=speaks)
-        return found.samples
-
-    return samples_of
 
 
 def check_inputs(x: Tree, weight: Tree, name: str) -> None:

@@ -28,7 +28,7 @@ from fitkit.module import Module, is_metric
 from fitkit.training.compiler import compiler_of
 from fitkit.training.forks import FORK, Begun
 from fitkit.training.memory_layout import laid_out, match_strides
-from fitkit.training.step import counter_of
+from fitkit.training.parts_of_batches import counter_of
 from fitkit.training.step_context import StepContext, as_current
 from fitkit.training.torch_flags import BENCHMARK, DETERMINISTIC, MATMUL_PRECISION
 
