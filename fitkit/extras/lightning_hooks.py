@@ -202,10 +202,13 @@ class Hooks:
         if any(hooks) and precision.name in ("64-true", "16-true", "bf16-true"):
             dtype = precision.input_dtype(model)
             found = trees.map_leaves(partial(_as_float, dtype=dtype), found)
+        loader = 0
+        if context.name == "validation":  # perhaps of one of several sets
+            loader = vars(model)["loader"] or 0
         if before is not None:
-            found = before(found, 0)
-        found = context.transferred(found) if move is None else move(found, model.device, 0)
-        return found if after is None else after(found, 0)
+            found = before(found, loader)
+        found = context.transferred(found) if move is None else move(found, model.device, loader)
+        return found if after is None else after(found, loader)
 
     def _transfer(self, model: Module, name: str) -> Callable[..., Any] | None:
         """Return a hook of batches on their way: the data module's, else the module's."""

@@ -89,6 +89,18 @@ def given():
     return {"train_dataloaders": loader(32), "val_dataloaders": loader(8, 4)}
 
 
+class TwoSets(WithAll):
+    """Validates on two sets."""
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        if dataloader_idx == 0:
+            self.log("val_loss", self.loss(batch), add_dataloader_idx=False)
+
+
+def two_sets():
+    return [loader(8, 4), loader(12, 4)]
+
+
 def verb(theirs, ours, **options):
     """Return the run of a verb on one loader."""
 
@@ -108,6 +120,11 @@ RUNS = {
         settings={"gradient_clip_val": 0.5, "gradient_clip_algorithm": "norm"},
     ),
     "manual": Run(fit_theirs, fit_ours, Manual),
+    "two validation sets": Run(
+        lambda trainer, module, _: trainer.fit(module, loader(32), two_sets()),
+        lambda model, _: model.fit(loader(32), validation_data=two_sets(), epochs=2, verbose=0),
+        TwoSets,
+    ),
     "validate": Run(*verb("validate", "evaluate", verbose=False), Validated),
     "test": Run(*verb("test", "evaluate", verbose=False)),
     "predict": Run(*verb("predict", "predict")),
