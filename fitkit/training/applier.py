@@ -37,11 +37,19 @@ class Applier:
         self._has_own_engine = compilation.strategy.engine is not None
         self._clip_value = compilation.given.gradient_clip_val
         self._clip_algorithm = compilation.given.gradient_clip_algorithm
+        # Last bits of a norm follow from the order of its sum. A loop of one's own goes over the
+        # model's parameters, and Lightning over the groups of configure_optimizers.
+        by_groups = model._configures_optimizers
+        learning = [] if by_groups else compilation.trained(model).parameters()
+        self._places = {id(parameter): place for place, parameter in enumerate(learning)}
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """Those that the optimizer changes now: gradients of others say nothing of an update."""
-        return held_by(self.optimizer)
+        held = held_by(self.optimizer)
+        if len(self.optimizer.param_groups) == 1 or not self._places:
+            return held
+        return sorted(held, key=lambda one: self._places.get(id(one), len(self._places)))
 
     def __call__(self) -> None:
         """Clip the gradients, make the update, and count it."""

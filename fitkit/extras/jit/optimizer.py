@@ -304,7 +304,7 @@ class JitOptimizer:
         groups = [Group(optimizer, group, places) for group in optimizer.param_groups]
         optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask
         self.groups = [group for group in groups if group.places]
-        self._clips = [place for group in groups for place in group.places]
+        self._clips = sorted(place for group in groups for place in group.places)
         self._seen, self._is_known = _parts(optimizer), True
 
     def check(self) -> None:
