@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from fitkit.arguments import check_number, describe
-from fitkit.closures import uses_closure as uses_closure
+from fitkit.closures import uses_closure
 from fitkit.distributed.in_place import held_by as held_by
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 from fitkit.modes import kept_in_evaluation

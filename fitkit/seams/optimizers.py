@@ -21,6 +21,7 @@ Example:
     0.25
 """
 
+from fitkit.closures import uses_closure
 from fitkit.optimizer_copies import kept_apart
 from fitkit.optimizers import (
     FUSED,
@@ -31,7 +32,6 @@ from fitkit.optimizers import (
     first_rate,
     members_of,
     put_rate,
-    uses_closure,
 )
 from fitkit.schedulers import SCHEDULERS, PlannedScheduler
 

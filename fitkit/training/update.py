@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from fitkit import trees
 from fitkit.checkpoint import check_fused_state
+from fitkit.closures import uses_closure
 from fitkit.data.batches import Batch, NoRows
 from fitkit.data.to_device import own_data
 from fitkit.distributed.precision import CLOSURE, Scaling, match_state
@@ -35,7 +36,6 @@ from fitkit.optimizers import (
     held_by,
     members_of,
     unfuse_if_unreadable,
-    uses_closure,
 )
 from fitkit.trained import share
 from fitkit.training.applier import Applier, ScaledApplier
