@@ -117,11 +117,11 @@ class LoaderSource(Source):
         self._take(loader)
 
     def _take(self, loader: DataLoader[Any]) -> None:
-        self.pins = pins_new_memory(loader)
+        self.pins: bool = pins_new_memory(loader)
         loader = _without_masks(loader)
         self.loader: DataLoader[Any] = loader
         self.own_state: Any = own_state_of(loader)
-        self.lends = not reads_by_index(loader)
+        self.lends: bool = not reads_by_index(loader)
         self._reader: ReadInOrder | None = None  # kept, so that its workers can live on
         self.batch_size: int | None = loader.batch_size
         self.steps: int | None = length_of(loader)

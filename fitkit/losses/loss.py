@@ -215,7 +215,7 @@ class KnownLoss(Loss):
         self._match, self._mean, self._each = definition.match, definition.mean, definition.each
         self._counted = definition.counted
         # torch's mean under weights of classes has such where all of them are 0.
-        self.may_be_nan = self._counted is not None and self._counted.has_weights
+        self.may_be_nan: bool = self._counted is not None and self._counted.has_weights
         self._module = module
         self._has_warned = False
 

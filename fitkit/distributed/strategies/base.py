@@ -329,7 +329,7 @@ class SingleDevice(Strategy):
     """
 
     name = "single_device"
-    most_devices = 1
+    most_devices: int | None = 1
 
     def connect(self, assignment: Assignment) -> Strategy:
         count = len(assignment.devices)

@@ -167,7 +167,9 @@ class Backend:
         owner: object = None,
     ) -> None:
         # Torch's messages have the name.
-        self.__name__ = backend if isinstance(backend, str) else getattr(backend, "__name__", "")
+        self.__name__: str = (
+            backend if isinstance(backend, str) else getattr(backend, "__name__", "")
+        )
         self._backend = backend
         self._refuse = None if refuse is None else _unowned(refuse, owner)
 

@@ -201,6 +201,8 @@ class Trials:
             # A net may make float32 tensors that no cast reaches; else this raises the same again.
             self.precision = "32-true"
             self.reference()
+        self.limit: float
+        self.output_limit: float
         self.limit, self.output_limit = LIMITS[self.precision]
         if all(torch.equal(self.start[name], own) for name, own in self.reference().items()):
             raise ConfigurationError(
