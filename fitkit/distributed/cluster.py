@@ -296,12 +296,12 @@ CLUSTERS: Registry[Callable[[Environment], Cluster | None]] = Registry("launcher
 CLUSTERS.add("fitkit", _fitkit)
 CLUSTERS.add("torchrun", _torchrun)
 CLUSTERS.add("by_hand", _by_hand)
-CLUSTERS.promise("fitkit.distributed.clusters.horovodrun:read_horovodrun", "horovodrun")
-CLUSTERS.promise("fitkit.distributed.clusters.mpi:read_openmpi", "openmpi")
-CLUSTERS.promise("fitkit.distributed.clusters.mpi:read_pmi", "pmi")
-CLUSTERS.promise("fitkit.distributed.clusters.lsf:read_lsf", "lsf")
-CLUSTERS.promise("fitkit.distributed.clusters.slurm:read_slurm", "slurm")
-CLUSTERS.promise("fitkit.distributed.clusters.kubeflow:read_kubeflow", "kubeflow")
+CLUSTERS.promise("fitkit.extras.clusters.horovodrun:read_horovodrun", "horovodrun")
+CLUSTERS.promise("fitkit.extras.clusters.mpi:read_openmpi", "openmpi")
+CLUSTERS.promise("fitkit.extras.clusters.mpi:read_pmi", "pmi")
+CLUSTERS.promise("fitkit.extras.clusters.lsf:read_lsf", "lsf")
+CLUSTERS.promise("fitkit.extras.clusters.slurm:read_slurm", "slurm")
+CLUSTERS.promise("fitkit.extras.clusters.kubeflow:read_kubeflow", "kubeflow")
 
 RESTART = {
     "torchrun": "torchrun --nnodes={nodes} --nproc-per-node={devices}",

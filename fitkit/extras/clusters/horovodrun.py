@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fitkit.distributed.cluster import Cluster, Environment, LaunchVariables
+from fitkit.seams.machines import Cluster, Environment, LaunchVariables
 
 
 def read_horovodrun(environment: Environment) -> Cluster:

@@ -3,8 +3,8 @@
 import pytest
 
 from fitkit.distributed.cluster import detect
-from fitkit.distributed.clusters import slurm
 from fitkit.errors import ConfigurationError
+from fitkit.extras.clusters import slurm
 from tests.launched import SLURM
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 
-from fitkit.distributed.cluster import MOST_RANKS, Cluster, Environment, LaunchVariables
-from fitkit.distributed.clusters import port_of
 from fitkit.errors import ConfigurationError
+from fitkit.extras.clusters import port_of
+from fitkit.seams.machines import MOST_RANKS, Cluster, Environment, LaunchVariables
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """SLURM's step numbers from here on are no step of srun's: salloc's interactive shell

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from fitkit.distributed.cluster import Cluster, Environment, LaunchVariables
-from fitkit.distributed.clusters import port_of
 from fitkit.errors import ConfigurationError
+from fitkit.extras.clusters import port_of
+from fitkit.seams.machines import Cluster, Environment, LaunchVariables
 
 
 def read_lsf(environment: Environment) -> Cluster:

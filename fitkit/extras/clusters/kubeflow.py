@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fitkit.distributed.cluster import Cluster, Environment, LaunchVariables
+from fitkit.seams.machines import Cluster, Environment, LaunchVariables
 
 
 def read_kubeflow(environment: Environment) -> Cluster | None:
