@@ -27,12 +27,14 @@ from fitkit.optimizers import (
     FUSED,
     HOW,
     OPTIMIZERS,
+    Arranges,
     check_trainable,
     class_of,
     first_rate,
     members_of,
     put_rate,
 )
+from fitkit.parameter_groups import Chooses, named_parameters
 from fitkit.schedulers import SCHEDULERS, PlannedScheduler
 
 __all__ = [
@@ -40,12 +42,15 @@ __all__ = [
     "HOW",
     "OPTIMIZERS",
     "SCHEDULERS",
+    "Arranges",
+    "Chooses",
     "PlannedScheduler",
     "check_trainable",
     "class_of",
     "first_rate",
     "kept_apart",
     "members_of",
+    "named_parameters",
     "put_rate",
     "uses_closure",
 ]
