@@ -19,9 +19,6 @@ from fitkit.closures import uses_closure
 from fitkit.distributed.in_place import held_by as held_by
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 from fitkit.modes import kept_in_evaluation
-from fitkit.parameter_groups import check_layer_decay as check_layer_decay
-from fitkit.parameter_groups import in_layers, layer_scales_of
-from fitkit.parameter_groups import parameter_groups as parameter_groups
 from fitkit.registry import Registry, imported_on_demand, nearest, subclass_of
 from fitkit.shortcuts import Shortcut
 
@@ -50,12 +47,14 @@ NET_OPTIMIZERS.promise("fitkit.extras.muon:beside_adamw", "Muon")
 if TYPE_CHECKING:
     from fitkit.extras.bagua import QAdamOptimizer as QAdamOptimizer
     from fitkit.extras.muon import muon as muon
+    from fitkit.extras.parameter_groups import parameter_groups as parameter_groups
 else:
     __getattr__ = imported_on_demand(
         __name__,
         {
             "QAdamOptimizer": "fitkit.extras.bagua:QAdamOptimizer",
             "muon": "fitkit.extras.muon:muon",
+            "parameter_groups": "fitkit.extras.parameter_groups:parameter_groups",
         },
     )
 
@@ -157,9 +156,9 @@ class OptimizerChoice:
             options["lr"] = self.learning_rate
         arranged: Arranges = list
         if self.layer_decay is not None:
-            arranged = functools.partial(
-                in_layers, scales=layer_scales_of(module, self.layer_decay)
-            )
+            from fitkit.extras.parameter_groups import in_layers
+
+            arranged = functools.partial(in_layers, module, self.layer_decay)
         if name in NET_OPTIMIZERS:
             return _by_layer(NET_OPTIMIZERS[name](module, held, options, arranged))
         maker = OPTIMIZERS[name] if name else self.given
@@ -178,6 +177,14 @@ class OptimizerChoice:
             )
         OptimizerChoice(optimizer).check_parameters(held)  # a factory may have kept one
         return _by_layer([optimizer])
+
+
+def check_layer_decay(layer_decay: float | None) -> float | None:
+    """Return a factor above 0 and at most 1, or None; refuse anything else."""
+    layer_decay = check_number("layer_decay", layer_decay, above=0, optional=True)
+    if layer_decay is not None and layer_decay > 1:
+        raise ConfigurationError(f"layer_decay={layer_decay} must be at most 1.")
+    return layer_decay
 
 
 def _by_layer(optimizers: list[Optimizer]) -> list[Optimizer]:

@@ -9,7 +9,8 @@ from torch.optim import AdamW, Muon, Optimizer
 
 from fitkit.arguments import check_number, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.seams.optimizers import Arranges, Chooses, named_parameters
+from fitkit.extras.parameter_groups import Chooses, named_parameters
+from fitkit.seams.optimizers import Arranges
 
 
 def muon(

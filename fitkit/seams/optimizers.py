@@ -28,13 +28,13 @@ from fitkit.optimizers import (
     HOW,
     OPTIMIZERS,
     Arranges,
+    check_layer_decay,
     check_trainable,
     class_of,
     first_rate,
     members_of,
     put_rate,
 )
-from fitkit.parameter_groups import Chooses, named_parameters
 from fitkit.schedulers import SCHEDULERS, PlannedScheduler
 
 __all__ = [
@@ -43,14 +43,13 @@ __all__ = [
     "OPTIMIZERS",
     "SCHEDULERS",
     "Arranges",
-    "Chooses",
     "PlannedScheduler",
+    "check_layer_decay",
     "check_trainable",
     "class_of",
     "first_rate",
     "kept_apart",
     "members_of",
-    "named_parameters",
     "put_rate",
     "uses_closure",
 ]
