@@ -26,7 +26,6 @@ from fitkit.losses.formulas import (
 )
 from fitkit.losses.labels import Labels, known_labels, labels_by_values
 from fitkit.losses.names import LOSSES, TORCH_FUNCTIONS, Definition, known_module, unreduced
-from fitkit.losses.sums import check_no_sum, check_reduction
 from fitkit.outputs import IGNORED, SINGLE, LossHint, named_outputs, scale_of
 from fitkit.trees import cloned, leaves
 
@@ -371,6 +370,8 @@ class CustomLoss(Loss):
             return mean_over(full(result).sum(), count), count
         if is_part and not self._was_asked:
             self._was_asked = True
+            from fitkit.extras.summing_losses import check_no_sum
+
             check_no_sum(self.label, self._function, prediction, given)
         return result, None
 
@@ -486,7 +487,7 @@ def resolve(loss: Any) -> Loss:
         raise ArgumentTypeError(
             f"loss={loss.__name__} is a class. Give an instance: loss={loss.__name__}()."
         )
-    check_reduction(loss)
+    _check_reduction(loss)
     if isinstance(loss, nn.Module):
         known = known_module(loss)
         if known is not None:
@@ -501,6 +502,21 @@ def resolve(loss: Any) -> Loss:
     if function is not None:
         return KnownLoss(function, loss.__name__, f"loss={loss.__name__}")
     return CustomLoss(loss)
+
+
+def _check_reduction(loss: Any) -> None:
+    """Refuse a loss that says by its attribute `reduction` that it sums.
+
+    Raises:
+        ConfigurationError: with what to write instead.
+    """
+    if getattr(loss, "reduction", None) == "sum":
+        raise ConfigurationError(
+            f"loss={describe(loss)} has reduction='sum', but fitkit's losses are means over "
+            "samples: a sum depends on the batch size and on the number of devices. Write "
+            "reduction='mean', or a callable such as "
+            "lambda prediction, target: module(prediction, target) / len(target)."
+        )
 
 
 def _beside(prediction: torch.Tensor, target: Any) -> torch.Tensor:

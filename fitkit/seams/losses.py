@@ -15,12 +15,15 @@ Example:
 
 from fitkit.held_modules import Untrained
 from fitkit.losses import Ask, CompiledLoss, Count, Loss, Term, checked_count, resolve
-from fitkit.losses.formulas import classes, elements, full, weighted_mean
+from fitkit.losses.formulas import HALF_TYPES, classes, elements, full, weighted_mean
 from fitkit.losses.labels import Labels
+from fitkit.losses.looks import undone
 from fitkit.losses.loss import is_labels
 from fitkit.losses.names import LOSSES, Definition
+from fitkit.losses.own import OwnLoss, carried
 
 __all__ = [
+    "HALF_TYPES",
     "LOSSES",
     "Ask",
     "CompiledLoss",
@@ -28,13 +31,16 @@ __all__ = [
     "Definition",
     "Labels",
     "Loss",
+    "OwnLoss",
     "Term",
     "Untrained",
+    "carried",
     "checked_count",
     "classes",
     "elements",
     "full",
     "is_labels",
     "resolve",
+    "undone",
     "weighted_mean",
 ]
