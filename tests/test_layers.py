@@ -97,6 +97,7 @@ FACES = {
     "losses/own.py": {"own_loss"},
     "model.py": {"export", "pictures", "predictions", "streamed_predictions", "summary"},
     "distributed/strategies/ddp.py": {"comm_hooks"},
+    "training/batch_changes.py": {"batch_transforms"},
     "training/compiler.py": {"jit"},
     "training/fit.py": {"sync_batchnorm"},
     "training/step.py": {"explain", "own_loss"},

@@ -31,6 +31,7 @@ Example:
 from fitkit.distributed.collectives import (
     Collectives,
     ProcessGroup,
+    Solo,
     pack_gradients,
     together,
     unpack_gradients,
@@ -73,6 +74,7 @@ __all__ = [
     "RankGroup",
     "ReplicatedModel",
     "SingleDevice",
+    "Solo",
     "StepRouter",
     "Strategy",
     "Unfilled",
