@@ -20,7 +20,7 @@ from fitkit.callbacks import (
     checkpoint_writer,
 )
 from fitkit.checkpoint.atomic import replacing
-from fitkit.checkpoint.folders import UnfinishedFolder
+from fitkit.checkpoint.dcp.unfinished_folder import UnfinishedFolder
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError, Preempted
 from fitkit.extras.backup import SignalNotes
 from tests.limits import patience
