@@ -570,5 +570,5 @@ def _mapping(part: dict[str, Any], key: str) -> dict[str, Any]:
 FORMATS.add(SUFFIXES[0], HDF5(), *SUFFIXES[1:])
 FORMATS.promise("fitkit.extras.torch_file:TORCH", ".pt", ".pth")
 FORMATS.promise("fitkit.extras.torch_file:LIGHTNING", ".ckpt")
-FORMATS.promise("fitkit.checkpoint.dcp.sharded_folder:DCP", ".dcp")
-FOLDERS.promise("fitkit.checkpoint.dcp.sharded_folder:DCP", ".dcp")
+FORMATS.promise("fitkit.extras.dcp.sharded_folder:DCP", ".dcp")
+FOLDERS.promise("fitkit.extras.dcp.sharded_folder:DCP", ".dcp")

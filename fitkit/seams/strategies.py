@@ -42,6 +42,7 @@ from fitkit.distributed.in_place import (
     OptimizerInPlace,
     as_parts,
     held_by,
+    is_spread,
     whole,
     whole_on_host,
 )
@@ -84,6 +85,7 @@ __all__ = [
     "counting_connections",
     "enter",
     "held_by",
+    "is_spread",
     "mean_by",
     "named_strategy",
     "norm_of",

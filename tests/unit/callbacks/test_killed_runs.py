@@ -13,7 +13,7 @@ RUNS = """
 import json, os, sys, tempfile, torch
 import fitkit
 from fitkit.callbacks import BackupAndRestore, Callback, ModelCheckpoint
-from fitkit.checkpoint.dcp import unfinished_folder
+from fitkit.extras.dcp import unfinished_folder
 
 x, y = torch.ones(16, 3), torch.ones(16, 1)
 

@@ -19,7 +19,7 @@ from fitkit.checkpoint import (
     save_weights,
 )
 from fitkit.checkpoint.atomic import UNFINISHED_SUFFIX, replacing
-from fitkit.checkpoint.dcp import unfinished_folder
+from fitkit.extras.dcp import unfinished_folder
 
 
 def only_file(path):

@@ -22,18 +22,17 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-from fitkit.checkpoint.atomic import (
-    check_folder_of,
+from fitkit.errors import CheckpointError
+from fitkit.seams.checkpoints import (
+    INDEX,
+    copy_file,
     flush_folder,
     is_still,
     refused_writes,
-    remove_abandoned,
     remove_tree,
     unfinished_name,
 )
-from fitkit.checkpoint.disk import copy_file
-from fitkit.checkpoint.formats import INDEX
-from fitkit.errors import CheckpointError
+from fitkit.seams.files import check_folder_of, remove_abandoned
 
 SHARD = re.compile(r"shard-[0-9]{5,}-model-00001-of-00001\.safetensors")
 """The names of the other files in such a folder."""

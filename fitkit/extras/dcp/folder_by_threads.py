@@ -10,14 +10,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fitkit.checkpoint.atomic import replacing
-from fitkit.checkpoint.container import write_container
-from fitkit.checkpoint.dcp.sharded_folder import Content, plan_shards, spread_alone, write_shard
-from fitkit.checkpoint.dcp.unfinished_folder import SHARD, UnfinishedFolder
-from fitkit.checkpoint.formats import INDEX
-from fitkit.checkpoint.remote import refuse_url
-from fitkit.distributed.collectives import Collectives, together
 from fitkit.errors import CheckpointError
+from fitkit.extras.dcp.sharded_folder import Content, plan_shards, spread_alone, write_shard
+from fitkit.extras.dcp.unfinished_folder import SHARD, UnfinishedFolder
+from fitkit.seams.checkpoints import INDEX, write_container
+from fitkit.seams.files import refuse_url, replacing
+from fitkit.seams.strategies import Collectives, together
 
 _LOOK_EVERY_S = 0.02
 GRACE_S = 10.0

@@ -31,40 +31,40 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from fitkit.checkpoint.arrays import (
-    Described,
-    Numbering,
-    describe_tensor,
-    is_shape,
-    read_description,
-    storable,
-)
-from fitkit.checkpoint.codec import encode_state
-from fitkit.checkpoint.container import Reader, read_container, refusals, write_container
-from fitkit.checkpoint.dcp.unfinished_folder import SHARD, UnfinishedFolder, link, remove
-from fitkit.checkpoint.formats import (
+from fitkit.errors import CheckpointError, FitkitError
+from fitkit.extras.dcp.unfinished_folder import SHARD, UnfinishedFolder, link, remove
+from fitkit.seams.checkpoints import (
     INDEX,
+    Described,
     FolderInThreads,
+    Numbering,
+    Reader,
+    SafeTensorsFile,
+    collect_weights,
+    describe_tensor,
+    encode_extra,
+    encode_state,
+    encode_weights,
+    has_dtype,
+    is_shape,
+    open_tensors,
+    read_container,
+    read_description,
+    software,
+    write_container,
+    write_tensors,
+)
+from fitkit.seams.files import (
     OpenWeights,
     StoredFile,
     Weights,
-    encode_extra,
-    encode_weights,
-    software,
+    damaged,
+    refusals,
+    refuse_url,
+    storable,
     weights_in,
 )
-from fitkit.checkpoint.header import damaged
-from fitkit.checkpoint.remote import refuse_url
-from fitkit.checkpoint.safetensors_file import (
-    SafeTensorsFile,
-    has_dtype,
-    open_tensors,
-    write_tensors,
-)
-from fitkit.checkpoint.weights import collect_weights
-from fitkit.distributed.collectives import Collectives, Solo, together
-from fitkit.distributed.in_place import is_spread
-from fitkit.errors import CheckpointError, FitkitError
+from fitkit.seams.strategies import Collectives, Solo, is_spread, together
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -115,7 +115,7 @@ class ShardedFolder:
         copied: Callable[[Any], Any],
     ) -> FolderInThreads:
         """Plan a folder that threads write."""
-        from fitkit.checkpoint.dcp.folder_by_threads import FolderByThreads
+        from fitkit.extras.dcp.folder_by_threads import FolderByThreads
 
         return FolderByThreads(path, state_dict, state, collectives, copied)
 
