@@ -1,7 +1,5 @@
 """Files: weights and whole checkpoints, written whole or not at all, and never unpickled."""
 
-# It adds its suffix to FORMATS.
-from fitkit.checkpoint import safetensors_file
 from fitkit.checkpoint.atomic import remove_abandoned
 from fitkit.checkpoint.checkpoint_file import (
     Checkpoint,

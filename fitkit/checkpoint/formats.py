@@ -1,7 +1,6 @@
 """The formats of weight files, by the end of the file's name.
 
-To add one, write a file with a class that has `write` and `open`, let it end with
-`FORMATS.add(suffix, …)`, and import it in `checkpoint/__init__.py`.
+To add one, write a file in `extras/` with a class that has `write` and `open`, and promise it here.
 """
 
 from __future__ import annotations
@@ -568,6 +567,7 @@ def _mapping(part: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 FORMATS.add(SUFFIXES[0], HDF5(), *SUFFIXES[1:])
+FORMATS.promise("fitkit.extras.safetensors_file:SAFETENSORS", ".safetensors")
 FORMATS.promise("fitkit.extras.torch_file:TORCH", ".pt", ".pth")
 FORMATS.promise("fitkit.extras.torch_file:LIGHTNING", ".ckpt")
 FORMATS.promise("fitkit.extras.dcp.sharded_folder:DCP", ".dcp")

@@ -15,11 +15,14 @@ Example:
 """
 
 from fitkit.checkpoint.arrays import (
+    LARGEST_RANK,
     Described,
     Numbering,
+    StoredArrays,
     describe_tensor,
     is_shape,
     read_description,
+    write_array,
 )
 from fitkit.checkpoint.atomic import (
     flush_folder,
@@ -36,44 +39,43 @@ from fitkit.checkpoint.formats import (
     INDEX,
     FolderFormat,
     FolderInThreads,
+    decode_extra,
     encode_extra,
     encode_weights,
     software,
 )
-from fitkit.checkpoint.safetensors_file import (
-    SafeTensorsFile,
-    has_dtype,
-    open_tensors,
-    write_tensors,
-)
+from fitkit.checkpoint.header import NO_DIGEST, digest_of, former
 from fitkit.checkpoint.weights import collect_weights
 
 __all__ = [
     "FOLDERS",
     "INDEX",
+    "LARGEST_RANK",
+    "NO_DIGEST",
     "Described",
     "FolderFormat",
     "FolderInThreads",
     "Numbering",
     "Reader",
-    "SafeTensorsFile",
+    "StoredArrays",
     "collect_weights",
     "copy_file",
+    "decode_extra",
     "describe_tensor",
+    "digest_of",
     "encode_extra",
     "encode_state",
     "encode_weights",
     "flush_folder",
-    "has_dtype",
+    "former",
     "is_shape",
     "is_still",
-    "open_tensors",
     "read_container",
     "read_description",
     "refused_writes",
     "remove_tree",
     "software",
     "unfinished_name",
+    "write_array",
     "write_container",
-    "write_tensors",
 ]

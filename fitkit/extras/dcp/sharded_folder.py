@@ -33,26 +33,28 @@ import torch
 
 from fitkit.errors import CheckpointError, FitkitError
 from fitkit.extras.dcp.unfinished_folder import SHARD, UnfinishedFolder, link, remove
+from fitkit.extras.safetensors_file import (
+    SafeTensorsFile,
+    has_dtype,
+    open_tensors,
+    write_tensors,
+)
 from fitkit.seams.checkpoints import (
     INDEX,
     Described,
     FolderInThreads,
     Numbering,
     Reader,
-    SafeTensorsFile,
     collect_weights,
     describe_tensor,
     encode_extra,
     encode_state,
     encode_weights,
-    has_dtype,
     is_shape,
-    open_tensors,
     read_container,
     read_description,
     software,
     write_container,
-    write_tensors,
 )
 from fitkit.seams.files import (
     OpenWeights,

@@ -20,12 +20,12 @@ from fitkit.checkpoint import (
 )
 from fitkit.checkpoint.container import read_container, write_container
 from fitkit.checkpoint.formats import Weights
-from fitkit.checkpoint.safetensors_file import open_tensors, write_tensors
 from fitkit.distributed.collectives import Solo
 from fitkit.errors import CheckpointError
 from fitkit.extras.dcp import sharded_folder
 from fitkit.extras.dcp.folder_by_threads import FolderByThreads
 from fitkit.extras.dcp.sharded_folder import ShardedFolder, write_shards
+from fitkit.extras.safetensors_file import open_tensors, write_tensors
 from tests.nets import normed
 
 FILES = [f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)]
