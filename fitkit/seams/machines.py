@@ -17,7 +17,7 @@ from fitkit.distributed.cluster import (
 )
 from fitkit.distributed.devices import Machine, choose_kind, overload, usable_cores
 from fitkit.distributed.launchers.meeting_folder import parent_of
-from fitkit.distributed.launchers.script import is_script_rank
+from fitkit.distributed.launchers.script_rank import is_script_rank
 
 __all__ = [
     "MOST_RANKS",
