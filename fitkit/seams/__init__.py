@@ -35,6 +35,7 @@ PAGES = (
     "checkpoints",
     "data",
     "files",
+    "launchers",
     "losses",
     "machines",
     "metrics",

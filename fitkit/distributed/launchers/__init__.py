@@ -48,5 +48,5 @@ class InlineLauncher:
 LAUNCHERS: Registry[Callable[[Any, int, bool], Launcher]] = Registry("launcher")
 """What starts ranks: called with the strategy, how many there are, and whether to show what the
 others print."""
-LAUNCHERS.promise("fitkit.distributed.launchers.script:started", "script")
-LAUNCHERS.promise("fitkit.distributed.launchers.workers:WorkersLauncher", "workers")
+LAUNCHERS.promise("fitkit.extras.launchers.script:started", "script")
+LAUNCHERS.promise("fitkit.extras.launchers.workers:WorkersLauncher", "workers")

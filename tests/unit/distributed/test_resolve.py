@@ -6,12 +6,12 @@ import torch
 from fitkit.distributed.devices import Machine
 from fitkit.distributed.launchers import InlineLauncher, script
 from fitkit.distributed.launchers.ranks import RankLauncher
-from fitkit.distributed.launchers.script import ScriptLauncher
-from fitkit.distributed.launchers.workers import WorkersLauncher
 from fitkit.distributed.resolve import resolve_strategy
 from fitkit.distributed.strategies import DDP, DDPSpawn, SingleDevice
 from fitkit.distributed.world import World
 from fitkit.errors import ConfigurationError
+from fitkit.extras.launchers.script import ScriptLauncher
+from fitkit.extras.launchers.workers import WorkersLauncher
 
 CPU, FOUR = Machine(), Machine(cuda_count=4)
 

@@ -21,27 +21,27 @@ from typing import Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from fitkit.distributed import world
-from fitkit.distributed.cluster import detect
-from fitkit.distributed.launchers.meeting_folder import MeetingFolder, is_private, process_name
-from fitkit.distributed.launchers.process import (
-    OtherRanks,
-    RankProcess,
-    StartedRanks,
-    threads_shared,
-)
-from fitkit.distributed.launchers.ranks import JoinsRanks, RankLauncher
-from fitkit.distributed.launchers.script_rank import (
+from fitkit.errors import ConfigurationError, WorkerError, warn, warn_once
+from fitkit.extras.launchers.workers import WorkersLauncher
+from fitkit.printing import say, where_possible
+from fitkit.seams.launchers import (
     STARTED_IN,
     VARIABLES,
+    Failure,
+    JoinsRanks,
+    MeetingFolder,
+    OtherRanks,
+    RankLauncher,
+    RankProcess,
+    StartedRanks,
     check_script_size,
-    is_script_rank,
+    is_private,
+    process_name,
+    threads_shared,
+    world,
 )
-from fitkit.distributed.launchers.watch import Failure
-from fitkit.distributed.launchers.workers import WorkersLauncher
-from fitkit.distributed.strategies.ddp import DDP
-from fitkit.errors import ConfigurationError, WorkerError, warn, warn_once
-from fitkit.printing import say, where_possible
+from fitkit.seams.machines import detect, is_script_rank
+from fitkit.seams.strategies import DDP
 
 Result = TypeVar("Result")
 
