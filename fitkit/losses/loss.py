@@ -6,7 +6,7 @@ import abc
 import math
 import numbers
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,10 +24,12 @@ from fitkit.losses.formulas import (
     values_by_class,
     weighted_mean,
 )
-from fitkit.losses.labels import Labels, known_labels, labels_by_values
 from fitkit.losses.names import LOSSES, TORCH_FUNCTIONS, Definition, known_module, unreduced
 from fitkit.outputs import IGNORED, SINGLE, LossHint, named_outputs, scale_of
 from fitkit.trees import cloned, leaves
+
+if TYPE_CHECKING:
+    from fitkit.extras.class_labels import Labels
 
 Count = float | torch.Tensor | None
 """What a mean was taken over: a number, a tensor () on the device, or None for the samples."""
@@ -135,6 +137,8 @@ class Loss(abc.ABC):
         Raises:
             ConfigurationError: a sample has no class, or several.
         """
+        from fitkit.extras.class_labels import labels_by_values
+
         return labels_by_values(prediction, target)
 
     def check_labels(self, target: Any, classes: int | None) -> None:
@@ -300,6 +304,8 @@ class KnownLoss(Loss):
         return guards.count_classes(self._definition, prediction, target)
 
     def labels(self, prediction: Any, target: Any) -> Labels:
+        from fitkit.extras.class_labels import known_labels
+
         return known_labels(self._definition, prediction, target)
 
     def check_labels(self, target: Any, classes: int | None) -> None:

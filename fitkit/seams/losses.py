@@ -15,8 +15,17 @@ Example:
 
 from fitkit.held_modules import Untrained
 from fitkit.losses import Ask, CompiledLoss, Count, Loss, Term, checked_count, resolve
-from fitkit.losses.formulas import HALF_TYPES, classes, elements, full, weighted_mean
-from fitkit.losses.labels import Labels
+from fitkit.losses.formulas import (
+    HALF_TYPES,
+    classes,
+    elements,
+    full,
+    index_lists,
+    indices,
+    last_axis_indices,
+    vectors,
+    weighted_mean,
+)
 from fitkit.losses.looks import undone
 from fitkit.losses.loss import is_labels
 from fitkit.losses.names import LOSSES, Definition
@@ -29,7 +38,6 @@ __all__ = [
     "CompiledLoss",
     "Count",
     "Definition",
-    "Labels",
     "Loss",
     "OwnLoss",
     "Term",
@@ -39,8 +47,12 @@ __all__ = [
     "classes",
     "elements",
     "full",
+    "index_lists",
+    "indices",
     "is_labels",
+    "last_axis_indices",
     "resolve",
     "undone",
+    "vectors",
     "weighted_mean",
 ]
