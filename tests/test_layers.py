@@ -89,15 +89,17 @@ PUBLIC = {"callbacks", "model", "version"}
 """Modules from which extras may import what users import from them, too."""
 
 FACES = {
-    "__main__.py": {"comparison", "doctor", "inspection", "verification"},
+    "__main__.py": {"commands"},
     "callbacks/history.py": {"pictures"},
+    "checkpoint/weights.py": {"rehearsal"},
+    "closures.py": {"bytecode"},
     "distributed/devices.py": {"xla_adapters"},
     "optimizers.py": {"parameter_groups"},
     "losses/class_weights.py": {"class_weights"},
     "losses/loss.py": {"class_labels", "summing_losses"},
     "losses/own.py": {"own_loss"},
     "model.py": {"export", "pictures", "predictions", "streamed_predictions", "summary"},
-    "distributed/strategies/ddp.py": {"comm_hooks"},
+    "distributed/strategies/ddp.py": {"comm_hooks", "sparse_gradients"},
     "training/batch_changes.py": {"batch_transforms"},
     "training/compiler.py": {"jit"},
     "training/fit.py": {"sync_batchnorm"},

@@ -22,7 +22,7 @@ Example:
 """
 
 from fitkit.closures import uses_closure
-from fitkit.optimizer_copies import kept_apart
+from fitkit.optimizer_copies import with_inner
 from fitkit.optimizers import (
     FUSED,
     HOW,
@@ -48,8 +48,8 @@ __all__ = [
     "check_trainable",
     "class_of",
     "first_rate",
-    "kept_apart",
     "members_of",
     "put_rate",
     "uses_closure",
+    "with_inner",
 ]

@@ -23,7 +23,6 @@ from fitkit.distributed.first_forward import share_first_state
 from fitkit.distributed.launchers import LAUNCHERS, InlineLauncher, Launcher
 from fitkit.distributed.launchers.process import check_output, shows_all
 from fitkit.distributed.launchers.ranks import RankLauncher
-from fitkit.distributed.sparse_gradients import mean_sparse_gradients, sparse_layers
 from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.world import World, enter, in_own_group, leave, place_among
 from fitkit.distributed.wrapped_model import StepRouter, WrappedModel
@@ -213,7 +212,9 @@ class DDP(Strategy):
             ConfigurationError: another backend would have to; with the layer's name.
         """
         found = []
-        for name, layer in sparse_layers(module):
+        for name, layer in module.named_modules():
+            if getattr(layer, "sparse", False) is not True:
+                continue
             own = list(layer.parameters(recurse=False))
             sums = not is_accelerator(self.device) or self.process_group_backend == "gloo"
             if not sums and any(parameter.requires_grad for parameter in own):
@@ -228,6 +229,8 @@ class DDP(Strategy):
         if not self._sparse:
             super().mean_gradients(parameters)
             return
+        from fitkit.extras.sparse_gradients import mean_sparse_gradients
+
         sparse = {id(parameter) for parameter in self._sparse}
         super().mean_gradients([one for one in parameters if id(one) not in sparse])
         mean_sparse_gradients([one for one in parameters if id(one) in sparse])
