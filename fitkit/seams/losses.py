@@ -16,7 +16,10 @@ Example:
 from fitkit.held_modules import Untrained
 from fitkit.losses import Ask, CompiledLoss, Count, Loss, Term, checked_count, resolve
 from fitkit.losses.formulas import (
+    EPSILON,
     HALF_TYPES,
+    LossFunction,
+    Match,
     classes,
     elements,
     full,
@@ -32,6 +35,7 @@ from fitkit.losses.names import LOSSES, Definition
 from fitkit.losses.own import OwnLoss, carried
 
 __all__ = [
+    "EPSILON",
     "HALF_TYPES",
     "LOSSES",
     "Ask",
@@ -39,6 +43,8 @@ __all__ = [
     "Count",
     "Definition",
     "Loss",
+    "LossFunction",
+    "Match",
     "OwnLoss",
     "Term",
     "Untrained",
