@@ -42,7 +42,7 @@ from fitkit.guests import (
     warn_of_parts,
 )
 from fitkit.hooks import STAGES, check_callbacks, check_steps, overridden
-from fitkit.losses.class_weights import ClassWeights
+from fitkit.losses.class_weights import class_weights_of
 from fitkit.model_names import GivesWay, NotHere, check_attribute, check_definitions, public_names
 from fitkit.modes import in_use
 from fitkit.module import Module
@@ -815,7 +815,7 @@ class Model(Module):
             >>> for step in range(3):
             ...     loss = model.train_on_batch(torch.ones(8, 4), torch.ones(8))
         """
-        weights = None if class_weight is None else ClassWeights(class_weight)
+        weights = class_weights_of(class_weight)
         return_dict = check_flag("return_dict", return_dict)
         values = fit_batch(self, (x, y, sample_weight), weights)
         return _as_asked(values, return_dict)

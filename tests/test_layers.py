@@ -40,7 +40,6 @@ LAYERS = {
     "metrics": 3,
     "losses": 3,
     "optimizers": 3,
-    "parameter_groups": 2,
     "schedulers": 4,
     "checkpoint": 3,
     "progress": 1,
@@ -90,15 +89,21 @@ PUBLIC = {"callbacks", "model", "version"}
 """Modules from which extras may import what users import from them, too."""
 
 FACES = {
-    "__main__.py": {"comparison", "doctor", "inspection", "verification"},
+    "__main__.py": {"commands"},
     "callbacks/history.py": {"pictures"},
+    "checkpoint/weights.py": {"rehearsal"},
+    "closures.py": {"bytecode"},
     "distributed/devices.py": {"xla_adapters"},
-    "parameter_groups.py": {"layer_depths"},
+    "optimizers.py": {"parameter_groups"},
+    "losses/class_weights.py": {"class_weights"},
+    "losses/loss.py": {"class_labels", "summing_losses"},
+    "losses/own.py": {"own_loss"},
     "model.py": {"export", "pictures", "predictions", "streamed_predictions", "summary"},
-    "distributed/strategies/ddp.py": {"comm_hooks"},
+    "distributed/strategies/ddp.py": {"comm_hooks", "sparse_gradients"},
+    "training/batch_changes.py": {"batch_transforms"},
     "training/compiler.py": {"jit"},
     "training/fit.py": {"sync_batchnorm"},
-    "training/step.py": {"explain"},
+    "training/step.py": {"explain", "own_loss"},
     "training/surroundings.py": {"explain"},
     "compilation.py": {"free_devices"},
 }

@@ -6,7 +6,7 @@ import abc
 import math
 import numbers
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,11 +24,12 @@ from fitkit.losses.formulas import (
     values_by_class,
     weighted_mean,
 )
-from fitkit.losses.labels import Labels, known_labels, labels_by_values
 from fitkit.losses.names import LOSSES, TORCH_FUNCTIONS, Definition, known_module, unreduced
-from fitkit.losses.sums import check_no_sum, check_reduction
 from fitkit.outputs import IGNORED, SINGLE, LossHint, named_outputs, scale_of
 from fitkit.trees import cloned, leaves
+
+if TYPE_CHECKING:
+    from fitkit.extras.class_labels import Labels
 
 Count = float | torch.Tensor | None
 """What a mean was taken over: a number, a tensor () on the device, or None for the samples."""
@@ -136,6 +137,8 @@ class Loss(abc.ABC):
         Raises:
             ConfigurationError: a sample has no class, or several.
         """
+        from fitkit.extras.class_labels import labels_by_values
+
         return labels_by_values(prediction, target)
 
     def check_labels(self, target: Any, classes: int | None) -> None:
@@ -301,6 +304,8 @@ class KnownLoss(Loss):
         return guards.count_classes(self._definition, prediction, target)
 
     def labels(self, prediction: Any, target: Any) -> Labels:
+        from fitkit.extras.class_labels import known_labels
+
         return known_labels(self._definition, prediction, target)
 
     def check_labels(self, target: Any, classes: int | None) -> None:
@@ -371,6 +376,8 @@ class CustomLoss(Loss):
             return mean_over(full(result).sum(), count), count
         if is_part and not self._was_asked:
             self._was_asked = True
+            from fitkit.extras.summing_losses import check_no_sum
+
             check_no_sum(self.label, self._function, prediction, given)
         return result, None
 
@@ -486,7 +493,7 @@ def resolve(loss: Any) -> Loss:
         raise ArgumentTypeError(
             f"loss={loss.__name__} is a class. Give an instance: loss={loss.__name__}()."
         )
-    check_reduction(loss)
+    _check_reduction(loss)
     if isinstance(loss, nn.Module):
         known = known_module(loss)
         if known is not None:
@@ -501,6 +508,21 @@ def resolve(loss: Any) -> Loss:
     if function is not None:
         return KnownLoss(function, loss.__name__, f"loss={loss.__name__}")
     return CustomLoss(loss)
+
+
+def _check_reduction(loss: Any) -> None:
+    """Refuse a loss that says by its attribute `reduction` that it sums.
+
+    Raises:
+        ConfigurationError: with what to write instead.
+    """
+    if getattr(loss, "reduction", None) == "sum":
+        raise ConfigurationError(
+            f"loss={describe(loss)} has reduction='sum', but fitkit's losses are means over "
+            "samples: a sum depends on the batch size and on the number of devices. Write "
+            "reduction='mean', or a callable such as "
+            "lambda prediction, target: module(prediction, target) / len(target)."
+        )
 
 
 def _beside(prediction: torch.Tensor, target: Any) -> torch.Tensor:

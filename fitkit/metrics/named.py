@@ -20,7 +20,6 @@ from torch.nn import functional
 
 from fitkit.accelerators import widest_dtype
 from fitkit.errors import ConfigurationError, FitkitError
-from fitkit.losses import formulas
 from fitkit.losses.formulas import EPSILON
 from fitkit.metrics.conversions import (
     Conversion,
@@ -31,7 +30,6 @@ from fitkit.metrics.conversions import (
     chosen_labels,
     classes_to_axis_1,
     columns,
-    distributions,
     matched,
     probabilities_and_labels,
     scores_and_labels,
@@ -111,30 +109,6 @@ def squared_error(prediction: Tensor, target: Tensor) -> Tensor:
 def absolute_error(prediction: Tensor, target: Tensor) -> Tensor:
     """`|prediction - target|`."""
     return (prediction - target).abs()
-
-
-def symmetric_percentage_error(prediction: Tensor, target: Tensor) -> Tensor:
-    """Return the absolute error in percent of the mean of both sizes: 0 to 200."""
-    sizes = (prediction.abs() + target.abs()).clamp(min=EPSILON)
-    return 200 * (prediction - target).abs() / sizes
-
-
-def hinge(prediction: Tensor, target: Tensor) -> Tensor:
-    """`max(0, 1 - prediction · target)` with targets -1 and 1; 0 counts as -1."""
-    sign = torch.where(target > 0, 1.0, -1.0)
-    return (1 - prediction * sign).clamp(min=0)
-
-
-def squared_hinge(prediction: Tensor, target: Tensor) -> Tensor:
-    """Return the square of `hinge`."""
-    return hinge(prediction, target).square()
-
-
-def cosine(prediction: Tensor, target: Tensor) -> Tensor:
-    """Return the cosine of the angle between the vectors in the last dimension: (N, ..., D) → (N,
-    ...).
-    """
-    return functional.cosine_similarity(prediction, target, dim=-1)
 
 
 Build: TypeAlias = Callable[[FirstBatch], Mean | TorchMetric]
@@ -274,43 +248,20 @@ def _error_mean(
 _error_mean("mse", "mean_squared_error", values=squared_error)
 _error_mean("rmse", "root_mean_squared_error", values=squared_error, finish=math.sqrt)
 _error_mean("mae", "mean_absolute_error", values=absolute_error)
-_error_mean(
-    "mape", "mean_absolute_percentage_error", values=formulas.mean_absolute_percentage_error
-)
-_error_mean(
-    "smape",
-    "symmetric_mean_absolute_percentage_error",
-    values=symmetric_percentage_error,
-)
-_error_mean(
-    "msle", "mean_squared_logarithmic_error", values=formulas.mean_squared_logarithmic_error
-)
-_error_mean("log_cosh", "log_cosh_error", values=formulas.log_cosh)
 _error_mean("huber", values=partial(functional.huber_loss, reduction="none"))
-_error_mean("hinge", values=hinge)
-_error_mean("squared_hinge", values=squared_hinge)
-_error_mean("poisson", values=formulas.poisson)
 
-
-@_mean("cosine_similarity")
-def _cosine_similarity(first: FirstBatch) -> Mean:
-    _need_columns(first)
-    return Mean(matched, cosine)
-
-
-@_mean("kl_divergence", "kld", "kullback_leibler_divergence")
-def _kl_divergence(first: FirstBatch) -> Mean:
-    _need_columns(first)
-    return Mean(distributions(first.scale("multiclass")), formulas.kl_divergence)
-
-
-def _need_columns(first: FirstBatch) -> None:
-    shape = tuple(first.prediction.shape)
-    if len(shape) < 2 or shape[-1] == 1:
-        raise ConfigurationError(
-            f"it compares vectors, but a prediction of shape {shape} has one number per sample."
-        )
-
+for _name, *_aliases in (
+    ("mape", "mean_absolute_percentage_error"),
+    ("smape", "symmetric_mean_absolute_percentage_error"),
+    ("msle", "mean_squared_logarithmic_error"),
+    ("log_cosh", "log_cosh_error"),
+    ("hinge",),
+    ("squared_hinge",),
+    ("poisson",),
+    ("cosine_similarity",),
+    ("kl_divergence", "kld", "kullback_leibler_divergence"),
+):
+    NAMES.promise(f"fitkit.extras.error_metrics:{_name.upper()}", _name, *_aliases)
 
 # ---- torchmetrics' classification ----
 

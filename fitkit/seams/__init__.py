@@ -19,6 +19,7 @@ packages add by entry points.
 | a kind of data | a function that returns `OpenedData` | `DATA` | `networks` |
 | a kind of module with its own steps | `fitkit.Model` | `MODELS` | `networks` |
 | a format of weight files | `WeightFormat` | `FORMATS` | `files` |
+| a format of checkpoints that all ranks write | `FolderFormat` | `FOLDERS` | `checkpoints` |
 | a change of whole training batches | `BatchTransform` | `compile(batch_transforms=…)` | `data` |
 | another way to compute steps | `Updates`, `PassSteps` | `jit_compile` | `steps` |
 
@@ -31,8 +32,10 @@ from typing import Any
 
 PAGES = (
     "callbacks",
+    "checkpoints",
     "data",
     "files",
+    "launchers",
     "losses",
     "machines",
     "metrics",

@@ -13,6 +13,8 @@ Example:
     >>> history = model.fit(x, x.sum(1, keepdim=True), verbose=0)
 """
 
+from typing import TYPE_CHECKING
+
 from fitkit.data.arrays import as_tensors, is_array, made_dense, samples_between
 from fitkit.data.batches import Batch, NoRows, Source, marked, unpack_batch
 from fitkit.data.loaders import ReadInOrder, begin_order, iterate, iterates_by_itself, seeds_apart
@@ -26,23 +28,29 @@ from fitkit.data.sources import (
     make_source,
 )
 from fitkit.data.to_device import own_data
-from fitkit.training.batch_transforms import (
-    BatchTransform,
-    FunctionTransform,
-    WholeBatch,
-    as_transform,
-    name_of,
-)
+from fitkit.registry import imported_on_demand
+from fitkit.training.batch_changes import ChangesBatches
 from fitkit.training.evaluate import HostCopies, in_input_order, predict_source
 from fitkit.training.settings import EvaluateArguments
 from fitkit.training.surroundings import reading_on_ranks, surroundings
 
+if TYPE_CHECKING:
+    from fitkit.extras.batch_transforms import BatchTransform, WholeBatch
+else:
+    __getattr__ = imported_on_demand(
+        __name__,
+        {
+            "BatchTransform": "fitkit.extras.batch_transforms:BatchTransform",
+            "WholeBatch": "fitkit.extras.batch_transforms:WholeBatch",
+        },
+    )
+
 __all__ = [
     "Batch",
     "BatchTransform",
+    "ChangesBatches",
     "DrawnSource",
     "EvaluateArguments",
-    "FunctionTransform",
     "HostCopies",
     "LoaderSource",
     "NoRows",
@@ -51,7 +59,6 @@ __all__ = [
     "Source",
     "WholeBatch",
     "as_tensors",
-    "as_transform",
     "begin_order",
     "check_data_type",
     "in_input_order",
@@ -63,7 +70,6 @@ __all__ = [
     "made_dense",
     "make_source",
     "marked",
-    "name_of",
     "own_data",
     "predict_source",
     "reading_on_ranks",

@@ -8,12 +8,22 @@ Example:
     1
 """
 
-from fitkit.distributed.cluster import detect
+from fitkit.distributed.cluster import (
+    MOST_RANKS,
+    Cluster,
+    Environment,
+    LaunchVariables,
+    detect,
+)
 from fitkit.distributed.devices import Machine, choose_kind, overload, usable_cores
 from fitkit.distributed.launchers.meeting_folder import parent_of
-from fitkit.distributed.launchers.script import is_script_rank
+from fitkit.distributed.launchers.script_rank import is_script_rank
 
 __all__ = [
+    "MOST_RANKS",
+    "Cluster",
+    "Environment",
+    "LaunchVariables",
     "Machine",
     "choose_kind",
     "detect",

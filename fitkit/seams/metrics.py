@@ -14,20 +14,23 @@ Example:
 """
 
 from fitkit.metrics import CompiledMetrics
-from fitkit.metrics.conversions import as_given, matched
+from fitkit.metrics.conversions import FirstBatch, as_given, distributions, matched
 from fitkit.metrics.group import MetricSpec
 from fitkit.metrics.named import NAMES as METRICS
 from fitkit.metrics.named import Named
-from fitkit.metrics.sums import Mean
+from fitkit.metrics.sums import Mean, Values
 from fitkit.record import LogOptions
 
 __all__ = [
     "METRICS",
     "CompiledMetrics",
+    "FirstBatch",
     "LogOptions",
     "Mean",
     "MetricSpec",
     "Named",
+    "Values",
     "as_given",
+    "distributions",
     "matched",
 ]

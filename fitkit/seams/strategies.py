@@ -31,6 +31,7 @@ Example:
 from fitkit.distributed.collectives import (
     Collectives,
     ProcessGroup,
+    Solo,
     pack_gradients,
     together,
     unpack_gradients,
@@ -41,6 +42,7 @@ from fitkit.distributed.in_place import (
     OptimizerInPlace,
     as_parts,
     held_by,
+    is_spread,
     whole,
     whole_on_host,
 )
@@ -73,6 +75,7 @@ __all__ = [
     "RankGroup",
     "ReplicatedModel",
     "SingleDevice",
+    "Solo",
     "StepRouter",
     "Strategy",
     "Unfilled",
@@ -82,6 +85,7 @@ __all__ = [
     "counting_connections",
     "enter",
     "held_by",
+    "is_spread",
     "mean_by",
     "named_strategy",
     "norm_of",

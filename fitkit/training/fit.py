@@ -30,7 +30,7 @@ from fitkit.printing import say
 from fitkit.progress import Progress
 from fitkit.random_states import kept_random_numbers, random_state, set_random_state
 from fitkit.training import unsaved
-from fitkit.training.batch_transforms import BatchTransforms, batch_transforms_of
+from fitkit.training.batch_changes import BatchChanges, batch_transforms_of
 from fitkit.training.compiler import Updates, compiler_of
 from fitkit.training.epoch_lengths import EpochLengths
 from fitkit.training.evaluate import evaluate_source, users_look
@@ -156,7 +156,7 @@ class Fit:
         )
         if arguments.weights_by_class is not None and not changes_batches:
             arguments.weights_by_class.expect(self.source.target, self.collectives.rank)
-        self.batch_transforms: BatchTransforms | None = batch_transforms_of(
+        self.batch_transforms: BatchChanges | None = batch_transforms_of(
             model, self.step, self.callbacks
         )
         if self.batch_transforms is not None and resumed is not None:

@@ -39,7 +39,7 @@ from fitkit.optimizers import members_of
 from fitkit.outputs import EMPTY_MEAN
 from fitkit.samples import Reading, reading, samples_of
 from fitkit.shortcuts import Shortcut
-from fitkit.training.batch_transforms import batch_transforms_of
+from fitkit.training.batch_changes import batch_transforms_of
 from fitkit.training.evaluate import joined, on_host
 from fitkit.training.log import warn_of_empty
 from fitkit.training.parts_of_batches import counter_of

@@ -84,7 +84,8 @@ def _write(model: Module, path: FilePath, weights: PlainData, state: PlainData |
     """Write a file, or a folder: within a run rank 0 writes the file, and all ranks the folder."""
     strategy, is_folder = model._fitkit.compilation.strategy, files.is_folder_name(path)
     if is_folder:
-        write = functools.partial(files.save_folder, path, weights, state, strategy.collectives)
+        save = files.folder_format(path).save
+        write = functools.partial(save, path, weights, state, strategy.collectives)
     elif state is None:
         write = functools.partial(files.save_weights, path, weights)
     else:

@@ -36,7 +36,6 @@ from fitkit.samples import samples_in
 from fitkit.shortcuts import Shortcut
 from fitkit.training.caller import Caller, caller_of
 from fitkit.training.log import Logbook
-from fitkit.training.own_loss import ask_for_rows, ask_for_sum, takes_items_in_batch
 from fitkit.training.parts_of_batches import labels_inside, unpacker_of
 from fitkit.typing import Outputs, Tree
 
@@ -529,11 +528,11 @@ class CompiledStep:
                 net.eval()
                 return self.caller(self.in_precision(net), trees.copied(inputs))
 
-        if takes_items_in_batch(net, self.caller, x):
-            ask_for_sum(own, computed, x, y)
+        from fitkit.extras.own_loss import ask
+
         # A net that ranks hold in parts must be called equally often on all of them.
-        if not (own.is_decided or self._waits_for_ranks):
-            ask_for_rows(own, computed, outputs, x, y, is_part=is_part)
+        asks_rows = not self._waits_for_ranks
+        ask(own, net, self.caller, computed, outputs, x, y, is_part=is_part, asks_rows=asks_rows)
 
     def counts_of(self, batch: Batch) -> list[float]:
         """Return what each output's mean will be taken over, for a batch that isn't computed

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import fitkit
 from fitkit.callbacks import LambdaCallback
-from fitkit.distributed.launchers.workers import end_workers
+from fitkit.extras.launchers.workers import end_workers
 from tests.limits import patience
 from tests.nets import classification
 

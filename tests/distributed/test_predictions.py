@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import fitkit
-from fitkit.distributed.launchers import workers
+from fitkit.extras.launchers import workers
 from tests.nets import dense, normal
 
 pytestmark = pytest.mark.timeout(90)

@@ -15,7 +15,7 @@ import fitkit
 from fitkit.callbacks import LambdaCallback
 from fitkit.distributed import collectives, world
 from fitkit.distributed.launchers.meeting_folder import private_folder
-from fitkit.distributed.launchers.workers import end_workers
+from fitkit.extras.launchers.workers import end_workers
 from tests.limits import patience
 
 pytestmark = [

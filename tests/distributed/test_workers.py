@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 import fitkit
 from fitkit.callbacks import Callback, LambdaCallback
-from fitkit.distributed.launchers.workers import end_workers
+from fitkit.extras.launchers.workers import end_workers
 from fitkit.losses.names import LOSSES
 from fitkit.metrics.conversions import as_given
 from fitkit.metrics.named import NAMES, Named
@@ -487,7 +487,7 @@ def test_fewer_samples_than_ranks_are_refused_before_a_process_starts():
     end_workers()
     with pytest.raises(fitkit.ConfigurationError, match="1 samples.*2 ranks"):
         compiled().fit(X[:1], Y[:1], verbose=0)
-    from fitkit.distributed.launchers import workers
+    from fitkit.extras.launchers import workers
 
     assert workers._pool is None
 

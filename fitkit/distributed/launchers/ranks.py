@@ -87,6 +87,8 @@ class RankLauncher:
     ends_process = True
     """Whether a process that doesn't come out of a call after another's failure may be ended."""
 
+    sends_calls = False
+
     def __init__(
         self,
         strategy: JoinsRanks,

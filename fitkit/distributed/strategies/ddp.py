@@ -20,16 +20,13 @@ from fitkit.accelerators import is_accelerator
 from fitkit.arguments import check_choice, check_count, check_flag, check_number
 from fitkit.distributed.collectives import Collectives, Solo
 from fitkit.distributed.first_forward import share_first_state
-from fitkit.distributed.launchers import InlineLauncher
+from fitkit.distributed.launchers import LAUNCHERS, InlineLauncher, Launcher
 from fitkit.distributed.launchers.process import check_output, shows_all
 from fitkit.distributed.launchers.ranks import RankLauncher
-from fitkit.distributed.launchers.script import ScriptLauncher, what_runs_instead_of_a_script
-from fitkit.distributed.launchers.workers import WorkersLauncher
-from fitkit.distributed.sparse_gradients import mean_sparse_gradients, sparse_layers
 from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.world import World, enter, in_own_group, leave, place_among
 from fitkit.distributed.wrapped_model import StepRouter, WrappedModel
-from fitkit.errors import ConfigurationError, warn_once
+from fitkit.errors import ConfigurationError
 
 UNUSED = re.compile(r"Expected to have finished reduction in the prior iteration")
 UNUSED_INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
@@ -126,27 +123,14 @@ class DDP(Strategy):
         self.world: World = own if cluster is None else World.of(cluster)
         self.reads_on_rank_zero: bool = False
         if self.world.size == 1:
-            self.launcher: InlineLauncher | RankLauncher | ScriptLauncher | WorkersLauncher = (
-                InlineLauncher()
-            )
+            self.launcher: Launcher = InlineLauncher()
         elif cluster is not None and cluster.launcher != "fitkit":
             self.launcher = RankLauncher(self, cluster)
-        elif self.starts == "script" and self._finds_a_script():
-            self.launcher = ScriptLauncher(self, self.world.size, shows_all(self.output))
         else:
-            self.launcher = WorkersLauncher(self, self.world.size, shows_all(self.output))
-            self.reads_on_rank_zero = True
+            starts = LAUNCHERS["script" if self.starts == "script" else "workers"]
+            self.launcher = starts(self, self.world.size, shows_all(self.output))
+            self.reads_on_rank_zero = self.launcher.sends_calls
         return self
-
-    def _finds_a_script(self) -> bool:
-        """Whether there is a script to start again. Warns if there is none."""
-        other = what_runs_instead_of_a_script()
-        if other is not None:
-            warn_once(
-                f"strategy={self.name!r} starts the script again for each rank, but this is "
-                f"{other}. It uses worker processes instead, as strategy='ddp_spawn' does."
-            )
-        return other is None
 
     # ------------------------------------------------------------------ the ranks
 
@@ -228,7 +212,9 @@ class DDP(Strategy):
             ConfigurationError: another backend would have to; with the layer's name.
         """
         found = []
-        for name, layer in sparse_layers(module):
+        for name, layer in module.named_modules():
+            if getattr(layer, "sparse", False) is not True:
+                continue
             own = list(layer.parameters(recurse=False))
             sums = not is_accelerator(self.device) or self.process_group_backend == "gloo"
             if not sums and any(parameter.requires_grad for parameter in own):
@@ -243,6 +229,8 @@ class DDP(Strategy):
         if not self._sparse:
             super().mean_gradients(parameters)
             return
+        from fitkit.extras.sparse_gradients import mean_sparse_gradients
+
         sparse = {id(parameter) for parameter in self._sparse}
         super().mean_gradients([one for one in parameters if id(one) not in sparse])
         mean_sparse_gradients([one for one in parameters if id(one) in sparse])

@@ -11,9 +11,9 @@ from torch import nn
 
 from fitkit.arguments import snake_case
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.extras.own_loss import MOST_SCORES, labels_rule
 from fitkit.losses import resolve
 from fitkit.losses.names import KNOWN
-from fitkit.losses.own import MOST_SCORES, labels_rule
 
 LOGITS = torch.tensor([[1.0, -2.0, 0.5], [0.1, 0.2, 0.3], [4.0, 0.0, -1.0], [0.0, 0.0, 2.0]])
 INDICES = torch.tensor([1, 0, 0, 2])
@@ -444,7 +444,7 @@ def test_the_nets_own_loss_tells_which_label_a_logit_is_for(
     logits, labels, loss, expected, monkeypatch
 ):
     for most in (MOST_SCORES, 40):  # 40: one sample after the other
-        monkeypatch.setattr("fitkit.losses.own.MOST_SCORES", most)
+        monkeypatch.setattr("fitkit.extras.own_loss.MOST_SCORES", most)
         output = {"loss": loss(logits, labels), "logits": logits}
         assert labels_rule(output, labels) == expected
 

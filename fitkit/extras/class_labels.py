@@ -12,9 +12,15 @@ import torch
 
 from fitkit.arguments import describe
 from fitkit.errors import ConfigurationError
-from fitkit.losses import formulas
-from fitkit.losses.names import Definition
 from fitkit.outputs import IGNORED
+from fitkit.seams.losses import (
+    Definition,
+    classes,
+    index_lists,
+    indices,
+    last_axis_indices,
+    vectors,
+)
 
 ROW_SUM_TOLERANCE = 1e-3
 INSTEAD = "Give sample_weight instead."
@@ -81,17 +87,17 @@ def known_labels(definition: Definition, prediction: torch.Tensor, target: Any) 
     target = checked(target)
     match, ignored = definition.match, definition.ignore_index
     ignored = IGNORED if ignored is None else ignored
-    if match is formulas.classes and target.shape == prediction.shape:
+    if match is classes and target.shape == prediction.shape:
         return Labels(axis=1)
-    if match in (formulas.classes, formulas.indices, formulas.last_axis_indices):
+    if match in (classes, indices, last_axis_indices):
         extra = None
         if target.ndim == prediction.ndim:
-            at_end = match is formulas.last_axis_indices and target.shape[-1] == 1
+            at_end = match is last_axis_indices and target.shape[-1] == 1
             extra = -1 if at_end else 1
         return Labels(extra=extra, ignored=ignored)
-    if match is formulas.vectors and definition.hint.task == "classes":
+    if match is vectors and definition.hint.task == "classes":
         return Labels(axis=-1)
-    if match is formulas.index_lists:
+    if match is index_lists:
         raise several(target)
     if definition.hint.task == "binary":
         if prediction.ndim > 1 and 1 not in (prediction.shape[1], prediction.shape[-1]):

@@ -24,50 +24,52 @@ import math
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from fitkit.checkpoint.arrays import (
-    Described,
-    Numbering,
-    describe_tensor,
-    is_shape,
-    read_description,
-    storable,
-)
-from fitkit.checkpoint.codec import encode_state
-from fitkit.checkpoint.container import Reader, read_container, refusals, write_container
-from fitkit.checkpoint.folders import INDEX, SHARD, UnfinishedFolder
-from fitkit.checkpoint.formats import (
-    FORMATS,
-    OpenWeights,
-    Weights,
-    encode_extra,
-    encode_weights,
-    software,
-    weights_in,
-)
-from fitkit.checkpoint.header import damaged
-from fitkit.checkpoint.remote import refuse_url
-from fitkit.checkpoint.safetensors_file import (
+from fitkit.errors import CheckpointError, FitkitError
+from fitkit.extras.dcp.unfinished_folder import SHARD, UnfinishedFolder, link, remove
+from fitkit.extras.safetensors_file import (
     SafeTensorsFile,
     has_dtype,
     open_tensors,
     write_tensors,
 )
-from fitkit.checkpoint.weights import collect_weights
-from fitkit.distributed.collectives import Collectives, Solo, together
-from fitkit.distributed.in_place import is_spread
-from fitkit.errors import CheckpointError, FitkitError
+from fitkit.seams.checkpoints import (
+    INDEX,
+    Described,
+    FolderInThreads,
+    Numbering,
+    Reader,
+    collect_weights,
+    describe_tensor,
+    encode_extra,
+    encode_state,
+    encode_weights,
+    is_shape,
+    read_container,
+    read_description,
+    software,
+    write_container,
+)
+from fitkit.seams.files import (
+    OpenWeights,
+    StoredFile,
+    Weights,
+    damaged,
+    refusals,
+    refuse_url,
+    storable,
+    weights_in,
+)
+from fitkit.seams.strategies import Collectives, Solo, is_spread, together
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-
-SUFFIX = ".dcp"
-"""How the names of these folders end."""
 
 STATE_KEY = "fitkit.state."
 """What the names of the state's spread tensors begin with."""
@@ -79,11 +81,6 @@ _MOST_CUT = 4
 """A mesh of ranks has one or two dimensions, and so many of a tensor's are cut."""
 
 Result = TypeVar("Result")
-
-
-def is_folder_name(path: object) -> bool:
-    """Whether a path asks for a folder of shards."""
-    return isinstance(path, (str, os.PathLike)) and PurePath(path).suffix.lower() == SUFFIX
 
 
 class ShardedFolder:
@@ -100,6 +97,41 @@ class ShardedFolder:
         """Give the weights in a checked folder."""
         with open_folder(path) as folder:
             yield weights_in(os.fspath(path), folder)
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        state_dict: Mapping[str, Any],
+        state: dict[str, Any] | None,
+        collectives: Collectives,
+    ) -> None:
+        """Write a checkpoint to which every rank writes its part, completely or not at all."""
+        save_folder(path, state_dict, state, collectives)
+
+    def begin(
+        self,
+        path: str,
+        state_dict: Mapping[str, Any],
+        state: dict[str, Any] | None,
+        collectives: Collectives,
+        copied: Callable[[Any], Any],
+    ) -> FolderInThreads:
+        """Plan a folder that threads write."""
+        from fitkit.extras.dcp.folder_by_threads import FolderByThreads
+
+        return FolderByThreads(path, state_dict, state, collectives, copied)
+
+    def open_stored(self, path: str | os.PathLike[str]) -> AbstractContextManager[StoredFile]:
+        """Open a folder after checking all of it."""
+        return open_folder(path)
+
+    def remove(self, path: str | os.PathLike[str]) -> None:
+        """Remove a folder, of which nobody sees a half."""
+        remove(path)
+
+    def link(self, path: str | os.PathLike[str], twin: str | os.PathLike[str]) -> None:
+        """Give a folder a second name, replacing what has it."""
+        link(path, twin)
 
 
 # ---------------------------------------------------------------------- writing
@@ -555,4 +587,4 @@ def _dict(found: object) -> dict[str, Any]:
     return found
 
 
-FORMATS.add(SUFFIX, ShardedFolder())
+DCP = ShardedFolder()

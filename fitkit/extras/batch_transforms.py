@@ -13,18 +13,15 @@ import torch
 
 from fitkit import trees
 from fitkit.arguments import describe
-from fitkit.data.batches import Batch, NoRows, unpack_batch
-from fitkit.distributed.collectives import Collectives, Solo
 from fitkit.errors import ConfigurationError
-from fitkit.guests import as_ours
 from fitkit.modes import modes_restored
-from fitkit.module import Module
 from fitkit.outputs import named_outputs
 from fitkit.random_states import kept_random_numbers
 from fitkit.samples import samples_in
-from fitkit.training.parts_of_batches import labels_inside, unpacker_of
-from fitkit.training.step import CompiledStep, forward_of
-from fitkit.training.step_for import Step
+from fitkit.seams.data import Batch, ChangesBatches, NoRows, unpack_batch
+from fitkit.seams.networks import Module, as_ours
+from fitkit.seams.steps import CompiledStep, Step, forward_of, labels_inside, unpacker_of
+from fitkit.seams.strategies import Collectives, Solo
 from fitkit.typing import Tree
 
 TARGET_NAMES = ("y", "target", "targets", "label", "labels")
@@ -153,7 +150,7 @@ class WholeBatch:
         return self._by_rank
 
 
-class BatchTransform:
+class BatchTransform(ChangesBatches):
     """Changes the inputs and targets of a whole batch, with the same draws on any number of ranks.
 
     A subclass writes `apply`. An object is also a function `(x, y) -> (x, y)` of tensors, for
@@ -291,7 +288,7 @@ class Draws:
         return self._numbers
 
 
-class BatchTransforms:
+class AppliedTransforms:
     """Applies transforms to a training's batches.
 
     Each batch has draws of its own (`Draws`), by the seed of torch's generator on rank 0. So a
@@ -438,19 +435,13 @@ class BatchTransforms:
             )
 
 
-def batch_transforms_of(
-    model: Module, step: Step, callbacks: Iterable[object] = ()
-) -> BatchTransforms | None:
-    """Return what changes a model's training batches; None if nothing does.
+def applied(model: Module, step: Step, given: Iterable[object]) -> AppliedTransforms | None:
+    """Return what applies transforms, whatever they were given as; None if none changes batches.
 
     Args:
-        model: with the transforms of `compile`.
+        model: with its compiled settings.
         step: of the training.
-        callbacks: of the run. Those that are transforms come first.
+        given: the transforms, in their order.
     """
-    given: list[object] = [
-        *(callback for callback in callbacks if isinstance(callback, BatchTransform)),
-        *(model._fitkit.compilation.given.batch_transforms or ()),
-    ]
     transforms = [one for one in map(as_transform, given) if one.changes_batches]
-    return BatchTransforms(model, step, transforms) if transforms else None
+    return AppliedTransforms(model, step, transforms) if transforms else None

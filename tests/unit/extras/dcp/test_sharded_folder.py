@@ -10,21 +10,22 @@ import torch
 
 import fitkit
 from fitkit.__main__ import main
-from fitkit.callbacks.checkpoint_writer import FolderByThreads, StateCopies
+from fitkit.callbacks.checkpoint_writer import StateCopies
 from fitkit.checkpoint import (
     load_weights,
     open_checkpoint,
     remove_checkpoint,
     save_checkpoint,
     save_weights,
-    sharded_folder,
 )
 from fitkit.checkpoint.container import read_container, write_container
 from fitkit.checkpoint.formats import Weights
-from fitkit.checkpoint.safetensors_file import open_tensors, write_tensors
-from fitkit.checkpoint.sharded_folder import ShardedFolder, write_shards
 from fitkit.distributed.collectives import Solo
 from fitkit.errors import CheckpointError
+from fitkit.extras.dcp import sharded_folder
+from fitkit.extras.dcp.folder_by_threads import FolderByThreads
+from fitkit.extras.dcp.sharded_folder import ShardedFolder, write_shards
+from fitkit.extras.safetensors_file import open_tensors, write_tensors
 from tests.nets import normed
 
 FILES = [f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)]
@@ -211,7 +212,7 @@ def test_a_failed_save_leaves_the_old_folder_and_nothing_else(tmp_path, monkeypa
     path = tmp_path / "w.dcp"
     module = saved(path)
     monkeypatch.setattr(
-        "fitkit.checkpoint.sharded_folder.write_container",
+        "fitkit.extras.dcp.sharded_folder.write_container",
         lambda *given: (_ for _ in ()).throw(OSError(28, "No space left")),
     )
     with pytest.raises(CheckpointError, match="No space left"):
@@ -228,7 +229,7 @@ def test_a_folder_is_replaced_and_what_killed_savers_left_is_removed(
     tmp_path, monkeypatch, exchanges
 ):
     if not exchanges:
-        monkeypatch.setattr("fitkit.checkpoint.folders._exchange", lambda *names: False)
+        monkeypatch.setattr("fitkit.extras.dcp.unfinished_folder._exchange", lambda *names: False)
     (tmp_path / ".w.dcp.0123456789ab.fitkit-unfinished").mkdir()
     (tmp_path / ".w.dcp.0123456789ab.fitkit-unfinished" / "part").write_text("x")
     saved(tmp_path / "w.dcp")

@@ -1,8 +1,8 @@
 """Losses that sum over a batch's samples, where fitkit's losses are means.
 
 An update of several parts weighs them by their samples. A sum would be weighed twice, and the
-update would be as many times too small as it has parts. So a sum is refused: by the attribute
-`reduction`, or by what the loss gives for some samples that come several times.
+update would be as many times too small as it has parts. So a sum is refused, by what the loss gives
+for some samples that come several times.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from typing import Any
 
 import torch
 
-from fitkit.arguments import describe
 from fitkit.errors import ConfigurationError
-from fitkit.losses.formulas import HALF_TYPES
-from fitkit.losses.looks import undone
 from fitkit.random_states import (
     digest_of_random_state,
     random_state,
     set_random_state,
 )
+from fitkit.seams.losses import HALF_TYPES, undone
 from fitkit.trees import leaves, map_leaves
 
 COPIES = (1, 4, 7)
@@ -33,21 +31,6 @@ SAME = 1e-3
 """The relative difference of two equal values that were rounded."""
 NOISY = 0.4
 """The same for two means of `DRAWS` values."""
-
-
-def check_reduction(loss: Any) -> None:
-    """Refuse a loss that says by its attribute `reduction` that it sums.
-
-    Raises:
-        ConfigurationError: with what to write instead.
-    """
-    if getattr(loss, "reduction", None) == "sum":
-        raise ConfigurationError(
-            f"loss={describe(loss)} has reduction='sum', but fitkit's losses are means over "
-            "samples: a sum depends on the batch size and on the number of devices. Write "
-            "reduction='mean', or a callable such as "
-            "lambda prediction, target: module(prediction, target) / len(target)."
-        )
 
 
 def check_no_sum(

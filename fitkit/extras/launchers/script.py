@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import multiprocessing
 import os
-import re
 import socket
 import sys
 import time
@@ -22,20 +21,27 @@ from typing import Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from fitkit.distributed import world
-from fitkit.distributed.cluster import detect
-from fitkit.distributed.launchers.meeting_folder import MeetingFolder, is_private, process_name
-from fitkit.distributed.launchers.process import (
+from fitkit.errors import ConfigurationError, WorkerError, warn, warn_once
+from fitkit.extras.launchers.workers import WorkersLauncher
+from fitkit.printing import say, where_possible
+from fitkit.seams.launchers import (
+    STARTED_IN,
+    VARIABLES,
+    Failure,
+    JoinsRanks,
+    MeetingFolder,
     OtherRanks,
+    RankLauncher,
     RankProcess,
     StartedRanks,
-    end_with_parent,
+    check_script_size,
+    is_private,
+    process_name,
     threads_shared,
+    world,
 )
-from fitkit.distributed.launchers.ranks import JoinsRanks, RankLauncher
-from fitkit.distributed.launchers.watch import Failure
-from fitkit.errors import ConfigurationError, WorkerError, warn
-from fitkit.printing import say, where_possible
+from fitkit.seams.machines import detect, is_script_rank
+from fitkit.seams.strategies import DDP
 
 Result = TypeVar("Result")
 
@@ -45,14 +51,6 @@ EXIT_S = 10.0
 """How long the other ranks' scripts may continue after rank 0's has ended."""
 EXIT_AFTER_FAILURE_S = 2.0
 HOST = "127.0.0.1"
-VARIABLES = ("FITKIT_LAUNCHED", "FITKIT_PARENT", "RANK")
-"""By which a process knows that it is one of a script's ranks."""
-
-try:
-    STARTED_IN = os.getcwd()
-    """Where the script was started, or was when it imported fitkit: its path is relative to it."""
-except FileNotFoundError:
-    STARTED_IN = os.path.sep
 
 
 class ScriptLauncher(RankLauncher):
@@ -80,6 +78,19 @@ class ScriptLauncher(RankLauncher):
         except BaseException:
             self.others.failed = True
             raise
+
+
+def started(strategy: DDP, size: int, shows_output: bool = False) -> RankLauncher:
+    """Return the launcher of the script's ranks; worker processes where there is no script, with a
+    warning."""
+    other = what_runs_instead_of_a_script()
+    if other is None:
+        return ScriptLauncher(strategy, size, shows_output)
+    warn_once(
+        f"strategy={strategy.name!r} starts the script again for each rank, but this is {other}. "
+        "It uses worker processes instead, as strategy='ddp_spawn' does."
+    )
+    return WorkersLauncher(strategy, size, shows_output)
 
 
 def what_runs_instead_of_a_script() -> str | None:
@@ -247,65 +258,3 @@ def ranks_of_script(size: int, shows_output: bool = False) -> ScriptRanks | Join
             "FITKIT_RANK_OUTPUT=all."
         )
     return _ranks
-
-
-def check_script_size(started: int, asked: int) -> None:
-    """Refuse another number of ranks than the script has already.
-
-    Raises:
-        ConfigurationError: with both numbers.
-    """
-    if started != asked:
-        raise ConfigurationError(
-            f"devices asks for {asked} ranks, but this script already runs on {started}, and it "
-            f"can't be restarted midway. Give all models with strategy='ddp' {started} devices, "
-            "or write strategy='ddp_spawn'."
-        )
-
-
-def is_script_rank(environment: Mapping[str, str]) -> bool:
-    """Whether this process is one of a script's ranks, not only started by one of them.
-
-    What a rank starts inherits its variables. FITKIT_LAUNCHED is `"1"` until the process that it
-    is meant for has imported fitkit, and is that process's name from then on.
-    """
-    launched = environment.get("FITKIT_LAUNCHED", "").strip()
-    parent = environment.get("FITKIT_PARENT", "")
-    if environment.get("RANK") == "0":
-        return bool(launched) and parent == process_name(os.getpid())
-    if launched == "1":
-        return parent == process_name(os.getppid())
-    return bool(launched) and launched == process_name(os.getpid())
-
-
-def _is_orphan(environment: Mapping[str, str]) -> bool:
-    """Whether this is a rank whose rank 0 ended before it came here.
-
-    What a rank started later names the rank itself, or belongs to the rank's session.
-    """
-    parent = environment.get("FITKIT_PARENT", "").strip()
-    number = re.match("[0-9]{1,9}(?=-|$)", parent)
-    if environment.get("FITKIT_LAUNCHED", "").strip() != "1" or number is None:
-        return False
-    if environment.get("RANK") == "0" or not hasattr(os, "getsid") or os.getsid(0) != os.getpid():
-        return False
-    try:
-        os.kill(int(number[0]), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    # Numbers are used again: another process has this one by now.
-    return process_name(int(number[0])) != parent
-
-
-if is_script_rank(os.environ) and os.environ.get("RANK") != "0":
-    os.environ["FITKIT_LAUNCHED"] = process_name(os.getpid())
-    end_with_parent()
-elif _is_orphan(os.environ):
-    _found = ", ".join(f"{name}={os.environ.get(name, '')}" for name in VARIABLES)
-    sys.exit(
-        f"fitkit: this process exits, because its environment ({_found}) makes it a rank of a "
-        "script whose rank 0 has ended. If it is a separate program, unset "
-        f"{', '.join(VARIABLES)}."
-    )

@@ -9,6 +9,8 @@ from torch import nn
 
 from fitkit.arguments import check_number, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.extras.layer_depths import scales_of
+from fitkit.seams.optimizers import check_layer_decay
 
 Chooses = Callable[[str, nn.Parameter], bool]
 """A function of a parameter's name and the parameter that returns a bool."""
@@ -68,7 +70,7 @@ def parameter_groups(
             f"layer_decay={layer_decay} needs learning_rate, the rate of the last layer. Or leave "
             "the groups to compile(layer_decay=…)."
         )
-    scales = {} if layer_decay is None else layer_scales_of(net, layer_decay)
+    scales = {} if layer_decay is None else scales_of(_own_module(net), layer_decay)
     groups: dict[tuple[float, float | None, bool], dict[str, Any]] = {}
     for name, parameter in named:
         rate = learning_rate(name) if callable(learning_rate) else learning_rate
@@ -91,23 +93,11 @@ def parameter_groups(
     return [groups[key] for key in sorted(groups, key=lambda key: (-key[0], not key[2]))]
 
 
-def check_layer_decay(layer_decay: float | None) -> float | None:
-    """Return a factor above 0 and at most 1, or None; refuse anything else."""
-    layer_decay = check_number("layer_decay", layer_decay, above=0, optional=True)
-    if layer_decay is not None and layer_decay > 1:
-        raise ConfigurationError(f"layer_decay={layer_decay} must be at most 1.")
-    return layer_decay
-
-
-def layer_scales_of(net: nn.Module, layer_decay: float) -> dict[int, float]:
-    """Return the factor of each parameter's rate, by its id."""
-    from fitkit.extras.layer_depths import scales_of
-
-    return scales_of(_own_module(net), layer_decay)
-
-
-def in_layers(parameters: Iterable[nn.Parameter], scales: dict[int, float]) -> list[dict[str, Any]]:
+def in_layers(
+    net: nn.Module, layer_decay: float, parameters: Iterable[nn.Parameter]
+) -> list[dict[str, Any]]:
     """Return groups for an optimizer: by layer, the last first, and by whether weights decay."""
+    scales = scales_of(_own_module(net), layer_decay)
     groups: dict[tuple[float, bool], dict[str, Any]] = {}
     for parameter in parameters:
         # A loss's own parameters are in no layer.

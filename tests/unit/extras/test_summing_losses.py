@@ -12,7 +12,7 @@ from torch import nn
 
 import fitkit
 from fitkit.errors import ConfigurationError
-from fitkit.losses.sums import check_no_sum
+from fitkit.extras.summing_losses import check_no_sum
 from fitkit.random_states import set_seed
 from tests import nets
 

@@ -30,23 +30,26 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fitkit.accelerators import empty_cache
-from fitkit.distributed import world
-from fitkit.distributed.launchers.meeting_folder import MeetingFolder
-from fitkit.distributed.launchers.payload import Payload, load
-from fitkit.distributed.launchers.process import (
+from fitkit.errors import ConfigurationError, WorkerError
+from fitkit.extras.launchers.payload import Payload, load
+from fitkit.seams.launchers import (
+    LAST_RESORT_S,
+    Failure,
+    JoinsRanks,
+    MeetingFolder,
+    Patience,
+    RankLauncher,
     RankProcess,
     StartedRanks,
     end_own_session,
     end_with_parent,
     open_standard_files,
+    script,
     share_of_cores,
+    take_part,
+    world,
 )
-from fitkit.distributed.launchers.ranks import JoinsRanks, RankLauncher
-from fitkit.distributed.launchers.watch import LAST_RESORT_S, Failure
-from fitkit.distributed.script_objects import script, take_part
-from fitkit.distributed.stores import Patience
-from fitkit.distributed.world import World
-from fitkit.errors import ConfigurationError, WorkerError
+from fitkit.seams.strategies import World
 
 Result = TypeVar("Result")
 
@@ -68,6 +71,7 @@ class WorkersLauncher(RankLauncher):
     """
 
     ends_process = False  # it may belong to a notebook
+    sends_calls = True
 
     def __init__(self, strategy: JoinsRanks, size: int, shows_output: bool = False) -> None:
         super().__init__(strategy, timeout=LOAD_TIMEOUT)
@@ -144,7 +148,7 @@ def _say_what_was_not_sent(error: WorkerError) -> None:
 
 START = (
     "import json, os, sys; sys.path[:] = json.loads(os.environ.pop('FITKIT_PATH')); "
-    "from fitkit.distributed.launchers.workers import main; main({}, {!r}, {})"
+    "from fitkit.extras.launchers.workers import main; main({}, {!r}, {})"
 )
 
 

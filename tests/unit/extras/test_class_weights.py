@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fitkit
 from fitkit.errors import ConfigurationError
-from fitkit.losses.class_weights import ClassWeights
+from fitkit.extras.class_weights import WeightTable
 
 N, C, T = 12, 3, 5
 TABLE = torch.tensor([1.5, 5.0, 0.25])
@@ -329,7 +329,7 @@ def test_compiled_steps_weigh_alike():
 @pytest.mark.parametrize("given", [{}, [1.0], {"a": 1.0}, {-1: 1.0}, {0: -1.0}, {True: 1.0}])
 def test_class_weights_must_be_weights_by_class(given):
     with pytest.raises(ConfigurationError, match="class_weight"):
-        ClassWeights(given)
+        WeightTable(given)
 
 
 def test_classes_that_have_no_weight_weigh_1():

@@ -22,22 +22,17 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-from fitkit.checkpoint import remote
-from fitkit.checkpoint.atomic import (
-    check_folder_of,
+from fitkit.errors import CheckpointError
+from fitkit.seams.checkpoints import (
+    INDEX,
+    copy_file,
     flush_folder,
     is_still,
     refused_writes,
-    remove_abandoned,
     remove_tree,
-    replacing,
     unfinished_name,
 )
-from fitkit.checkpoint.remote import is_url
-from fitkit.errors import CheckpointError
-
-INDEX = "index.h5"
-"""The file that marks a folder as fitkit's. It is written last."""
+from fitkit.seams.files import check_folder_of, remove_abandoned
 
 SHARD = re.compile(r"shard-[0-9]{5,}-model-00001-of-00001\.safetensors")
 """The names of the other files in such a folder."""
@@ -83,7 +78,7 @@ class UnfinishedFolder:
             else:
                 os.link(path, name, dst_dir_fd=self._lock)
         except OSError:  # a file system without links
-            _copy(path, self.place / name)
+            copy_file(path, self.place / name)
 
     def finish(self) -> None:
         """Give the folder its name.
@@ -221,20 +216,13 @@ def _exchange(one: Path, other: Path) -> bool:
     return status == 0
 
 
-def remove_checkpoint(path: str | os.PathLike[str]) -> None:
-    """Remove a checkpoint: a file, or a folder of fitkit's, of which nobody sees a half.
+def remove(path: str | os.PathLike[str]) -> None:
+    """Remove a folder of fitkit's, of which nobody sees a half.
 
     Raises:
-        FileNotFoundError: there is none.
-        OSError: it can't be removed, or the folder has other things in it.
+        OSError: it can't be removed, or it has other things in it.
     """
-    if is_url(path):
-        remote.urls.remove(str(path))
-        return
     target = Path(path)
-    if target.is_symlink() or not (target / INDEX).is_file():
-        target.unlink()
-        return
     others = _others_in(target)
     if others:
         raise OSError(errno.ENOTEMPTY, f"it has other things in it ({others[0]})")
@@ -245,70 +233,17 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
             shutil.rmtree(aside)
 
 
-def link_checkpoint(path: str | os.PathLike[str], twin: str | os.PathLike[str]) -> None:
-    """Give a checkpoint a second name, replacing what has it. Bytes are shared if links exist.
+def link(path: str | os.PathLike[str], twin: str | os.PathLike[str]) -> None:
+    """Give a folder a second name, replacing what has it. Bytes are shared if links exist.
 
     Raises:
         OSError, CheckpointError: the name can't be given; what had it still has it.
     """
-    if is_url(path):
-        remote.urls.copy(str(path), str(twin))
-        return
-    if os.path.isdir(path):
-        folder = UnfinishedFolder(twin)
-        try:
-            for entry in os.scandir(path):
-                folder.link(entry.path)
-        except BaseException:
-            folder.discard()
-            raise
-        folder.finish()
-        return
-    source, place = os.path.realpath(path), Path(os.path.realpath(twin))
-    remove_abandoned(place.parent, place.name, folders=False)
-    beside = place.with_name(unfinished_name(place.name))
-    is_protected = place.exists() and not os.access(place, os.W_OK)
-    with open(source, "rb") as old:
-        if fcntl is not None:
-            # The new name is the same file's, and isn't taken for abandoned while that is locked.
-            with contextlib.suppress(OSError):
-                fcntl.flock(old, fcntl.LOCK_SH)
-        try:
-            os.link(source, beside)
-        except OSError:
-            has_links = False  # the file system may have none
-        else:
-            has_links = True
-        try:
-            if has_links and not is_protected and is_still(beside, old.fileno()):
-                os.replace(beside, place)
-                flush_folder(place.parent)
-            else:
-                _copy(source, twin)
-        finally:
-            # Still there where both names were one file's already: then nothing is renamed.
-            if is_still(beside, old.fileno()):
-                beside.unlink(missing_ok=True)
-
-
-def _copy(path: str, twin: str | os.PathLike[str]) -> None:
-    with open(path, "rb") as old, replacing(twin, os.path.getsize(path)) as file:
-        shutil.copyfileobj(old, file)
-
-
-def written_at(path: str | os.PathLike[str]) -> int | None:
-    """When a checkpoint was written, in ns, to recognize a later one. None if it doesn't exist."""
-    if is_url(path):
-        return remote.urls.written_at(str(path))
-    index = os.path.join(path, INDEX)
+    folder = UnfinishedFolder(twin)
     try:
-        return os.stat(index if os.path.isdir(path) else path).st_mtime_ns
-    except OSError:
-        return None
-
-
-def is_there(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a file, or a folder of fitkit's, at a path or URL."""
-    if is_url(path):
-        return remote.urls.exists(str(path))
-    return os.path.isfile(path) or os.path.isfile(os.path.join(path, INDEX))
+        for entry in os.scandir(path):
+            folder.link(entry.path)
+    except BaseException:
+        folder.discard()
+        raise
+    folder.finish()

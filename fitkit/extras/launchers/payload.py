@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch.nn.utils import parametrize
 
-from fitkit.distributed.script_objects import is_of_script
 from fitkit.errors import ConfigurationError
-from fitkit.pickling import REDUCERS, reduced_for_workers
+from fitkit.seams.launchers import is_of_script, reduced_for_workers
+from fitkit.seams.networks import REDUCERS
 from fitkit.tensors import bytes_of
 
 SHARED_FROM_BYTES = 2**20

@@ -20,21 +20,32 @@ from typing import Any, BinaryIO
 import torch
 
 from fitkit.arguments import dtype_name
-from fitkit.checkpoint import remote
-from fitkit.checkpoint.arrays import (
+from fitkit.errors import ConfigurationError
+from fitkit.seams.checkpoints import (
     LARGEST_RANK,
+    NO_DIGEST,
     Described,
     Numbering,
     StoredArrays,
-    state_of,
+    decode_extra,
+    digest_of,
+    encode_extra,
+    former,
     write_array,
 )
-from fitkit.checkpoint.atomic import HeldInterrupts, replacing
-from fitkit.checkpoint.formats import FORMATS, OpenWeights, Weights, decode_extra, encode_extra
-from fitkit.checkpoint.frozen import Frozen
-from fitkit.checkpoint.header import NO_DIGEST, damaged, digest_of, former, open_file, unreadable
-from fitkit.checkpoint.remote import is_url
-from fitkit.errors import ConfigurationError
+from fitkit.seams.files import (
+    Frozen,
+    HeldInterrupts,
+    OpenWeights,
+    Weights,
+    damaged,
+    is_url,
+    open_file,
+    remote,
+    replacing,
+    state_of,
+    unreadable,
+)
 
 # The format's names for dtypes, https://github.com/huggingface/safetensors (Dtype). Its F4 counts
 # halves of bytes and torch's pairs of them, so that one is left out.
@@ -311,4 +322,4 @@ def _frozen(path: str, metadata: Mapping[str, str]) -> Frozen:
         raise damaged(path, "its note of what it leaves out can't be read") from None
 
 
-FORMATS.add(".safetensors", SafeTensors())
+SAFETENSORS = SafeTensors()

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
-
-
-def sparse_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers that give sparse gradients, by name."""
-    for name, layer in module.named_modules():
-        if getattr(layer, "sparse", False) is True:
-            yield name, layer
 
 
 @torch.no_grad()
