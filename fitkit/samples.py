@@ -277,8 +277,8 @@ _PLAIN_TYPES = frozenset({tuple, list, str, bytes, bytearray, set, frozenset, ty
 
 
 def _attribute(tree: Any, kind: type, name: str) -> Any:
-    """Return an attribute, or a mapping's entry; a property that gave no number isn't asked
-    again.
+    """Return an attribute, or a mapping's entry; a property that gave something else than a number
+    or None isn't asked again.
     """
     own = getattr(kind, name, None)
     computes = isinstance(own, (property, functools.cached_property))
@@ -288,9 +288,9 @@ def _attribute(tree: Any, kind: type, name: str) -> Any:
         value = getattr(tree, name, None)
         if value is None and isinstance(tree, Mapping) and name in tree:
             value = tree[name]
-    except Exception:
-        value = None
-    if computes and _number(value) is None:
+    except Exception as error:
+        value = error
+    if computes and value is not None and _number(value) is None:
         _SILENT.add((kind, name))
     return value
 

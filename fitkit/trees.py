@@ -232,6 +232,9 @@ def concatenate(trees: list[Any], samples: list[int] | None = None) -> Any:
         ValueError: the trees differ in structure, or shapes differ beyond dimension 0.
     """
     first = trees[0]
+    if any(isinstance(tree, torch.Tensor) != isinstance(first, torch.Tensor) for tree in trees):
+        kinds = sorted({type(tree).__name__ for tree in trees})
+        raise ValueError(f"batches have outputs of unlike types: {', '.join(kinds)}")
     if isinstance(first, torch.Tensor):
         # Copy even a single one: a net may return its input, or a parameter.
         return torch.cat([tensor if tensor.ndim else tensor.reshape(1) for tensor in trees])

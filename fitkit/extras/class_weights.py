@@ -59,6 +59,7 @@ class WeightTable:
         self._table = table
         self._named = sorted(int(label) for label in weights)
         self._labels: Labels | None = None
+        self._dims = 0  # of the first batch's targets
         self._everything: tuple[Any, int] = (None, 0)  # all targets, and the rank
         self._is_over = False  # whether the first epoch is
         self._seen: torch.Tensor | None = None  # by class; the last entry: what can't be read
@@ -77,7 +78,7 @@ class WeightTable:
         Raises:
             ConfigurationError: some label can't be read so, or the values have another shape.
         """
-        self._labels = labels
+        self._labels, self._dims = labels, target.ndim
         self._table = self._table.to(target.device)
         everything, rank = self._everything
         in_memory = isinstance(everything, torch.Tensor) and everything.numel() > 0
@@ -105,6 +106,10 @@ class WeightTable:
         that weight's.
         """
         assert self._labels is not None
+        more = target.ndim - self._dims
+        is_other = more > 0 and 1 not in target.shape[1:]
+        if is_other or (more < 0 and self._labels.axis is not None):
+            raise self._labels.refusal()
         labels, table = self._labels(target), self._table
         if table.device != labels.device:  # of a replica
             table = table.to(labels.device)

@@ -134,8 +134,26 @@ def _one_type(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
 
 
 def _indexed(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
-    target = target if target.dtype is torch.int64 else target.to(torch.int64)
+    if target.dtype is not torch.int64:
+        if target.is_floating_point():
+            _check_whole(target)
+        target = target.to(torch.int64)
     return full(prediction), target
+
+
+def _check_whole(target: torch.Tensor) -> None:
+    """Refuse class indices with fractions, which would be cut off. Those on a device aren't read,
+    because it would have to be waited for.
+    """
+    if not target.is_cpu or torch.compiler.is_compiling():
+        return
+    if bool((target != target.round()).any()):
+        raise ConfigurationError(
+            f"This loss takes class indices, but targets of shape {tuple(target.shape)} have "
+            "fractions. Pass whole numbers, or class probabilities in the predictions' shape "
+            "where the loss takes them.",
+            code="FK009",
+        )
 
 
 def weighted_mean(

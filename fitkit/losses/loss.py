@@ -265,7 +265,7 @@ class KnownLoss(Loss):
         return not known or not all(self._counted.counts_all(target) for target in targets or ())
 
     def count(self, prediction: Any, target: Any, classes: int | None = None) -> Count:
-        if self._counted is None or classes is None:
+        if self._counted is None or not _are_indices(prediction, target, classes):
             return None
         return self._counted(torch.as_tensor(target))
 
@@ -273,7 +273,8 @@ class KnownLoss(Loss):
         self, prediction: Any, target: Any, weight: Any, classes: int | None, *, is_part: bool
     ) -> tuple[torch.Tensor, Count]:
         counted = self._counted
-        if not is_part or counted is None or not counted.has_weights or classes is None:
+        is_plain = not is_part or counted is None or not counted.has_weights
+        if is_plain or counted is None or not _are_indices(prediction, target, classes):
             return super().counted(prediction, target, weight, classes, is_part=is_part)
         count, values = counted(target), self.per_sample(prediction, target)
         if weight is None:
@@ -343,6 +344,7 @@ class CustomLoss(Loss):
         self._was_asked = False  # whether it sums
         self._gives_one = False  # a number for a batch, the last time
         self._per_label: float | None = None  # the values that it gave for each label
+        self._dims = 0  # how many more a prediction had than its target, when that was checked
         if isinstance(function, nn.Module) and isinstance(
             getattr(function, "reduction", None), str
         ):
@@ -358,6 +360,8 @@ class CustomLoss(Loss):
     def counted(
         self, prediction: Any, target: Any, weight: Any, classes: int | None, *, is_part: bool
     ) -> tuple[torch.Tensor, Count]:
+        if _dims_beside(prediction, target) != self._dims and not torch.compiler.is_compiling():
+            self._check_pairs(prediction, target)
         given, target = target, cloned(target)  # the function may write into it
         if weight is not None:
             values = self._values(prediction, target)
@@ -413,10 +417,15 @@ class CustomLoss(Loss):
         return result
 
     def check(self, prediction: Any, target: Any) -> None:
-        guards.check_broadcast(self.label, self._function, prediction, target)
+        self._check_pairs(prediction, target)
         # Kept for evaluations, in which there is no graph to read it from.
         single = named_outputs(prediction).get(SINGLE)
         self.hint = LossHint(scale_of(single) or self.hint.takes)
+
+    def _check_pairs(self, prediction: Any, target: Any) -> None:
+        """Refuse to compare all with all, in the first batch of each number of dimensions."""
+        guards.check_broadcast(self.label, self._function, prediction, target)
+        self._dims = _dims_beside(prediction, target)
 
     def check_labels(self, target: Any, classes: int | None) -> None:
         """Warn, once, of labels that may not count in a mean over nobody knows what."""
@@ -468,6 +477,23 @@ class CustomLoss(Loss):
                 f"{self.label} returned a tensor that has no gradient with respect to the "
                 "prediction. Compute it with torch, without .detach(), .item(), argmax or NumPy."
             )
+
+
+def _are_indices(prediction: Any, target: Any, classes: int | None) -> bool:
+    """Whether targets are class indices. Batches of these and of soft labels may take turns.
+
+    Args:
+        prediction: None for a batch whose forward hasn't run. Then it is as in the first batch.
+        classes: what `count_classes` gave for the first batch.
+    """
+    return classes is not None if prediction is None else target.shape != prediction.shape
+
+
+def _dims_beside(prediction: Any, target: Any) -> int:
+    """Return how many more dimensions a prediction has than its target; 0 without tensors."""
+    if isinstance(prediction, torch.Tensor) and isinstance(target, torch.Tensor):
+        return prediction.ndim - target.ndim
+    return 0
 
 
 def resolve(loss: Any) -> Loss:

@@ -157,6 +157,11 @@ class CompiledMetrics:
             raise RuntimeError("CompiledMetrics.update() came before CompiledMetrics.start()")
         predictions = named_outputs(prediction)
         outputs, trained = self._outputs, self._trained
+        if missing := [name for name in self._groups if name not in predictions]:
+            raise ConfigurationError(
+                f"The net's first batch had the outputs {outputs.names}, and a later one lacks "
+                f"{missing}. Metrics need the same outputs in each batch."
+            )
         targets = targets_by_output(target, outputs, trained, self._groups)
         weights = weights_by_output(weight, outputs, trained, self._weighted)
         for name, group in self._groups.items():

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fitkit.errors import ConfigurationError, FitkitError
-from fitkit.losses.guards import check_broadcast
 from fitkit.metrics.conversions import FirstBatch, as_given, next_places
 from fitkit.metrics.named import NAMES, Named
 from fitkit.metrics.sums import Batch, CallableMean, Mean, State, Values, changeable
@@ -85,6 +84,7 @@ class OutputGroup:
         self._loss: Mean | None = None
         self._needs_weight = any(one.weighted for one in self._joined.values())
         self._buffer = Buffer(keeps=any(one.keeps_batches for one in self._joined.values()))
+        self._later = first.later if self._joined else None
         self._is_first = True
         self._is_up_to_date = False
 
@@ -109,8 +109,12 @@ class OutputGroup:
         """Count the waiting batches."""
         for batch in self._buffer.take():
             self._count(self._joined, batch)
+        if self._later is not None and self._later.kept:
+            self._later.finish()
 
     def _count(self, sums: Mapping[str, Mean | TorchMetric], batch: Batch) -> None:
+        if self._later is not None and not self._is_first and sums is self._joined:
+            self._later.check(batch.prediction, batch.target)
         if self._has_means_only and not self._is_first:
             for one in sums.values():
                 one.update(batch)
@@ -210,7 +214,6 @@ def _build(spec: MetricSpec, first: FirstBatch) -> Mean | TorchMetric:
     elif is_torchmetric(metric):
         one = wrap_object(metric, first)
     else:
-        check_broadcast("the callable", metric, *first.given)
         one = CallableMean(metric)
     if first.hint.is_shifted and one.conversion is not None:
         one.conversion = next_places(one.conversion)

@@ -30,6 +30,7 @@ from fitkit.metrics.conversions import (
     chosen_labels,
     classes_to_axis_1,
     columns,
+    is_one_hot,
     matched,
     probabilities_and_labels,
     scores_and_labels,
@@ -86,7 +87,7 @@ def cross_entropy(prediction: Tensor, target: Tensor, task: Task) -> Tensor:
         logs = shares.clamp(EPSILON, 1 - EPSILON).log()
     else:
         logs = by_class.log_softmax(1)
-    if task.one_hot:
+    if is_one_hot(task, prediction, target):
         return -(target.reshape(prediction.shape).movedim(task.axis, 1) * logs).sum(1)
     labels = target.reshape(logs.shape[:1] + logs.shape[2:]).long()
     return functional.nll_loss(logs, labels, reduction="none", ignore_index=IGNORED)
@@ -226,7 +227,7 @@ for _k in (2, 3, 10):
 def _cross_entropy(force: str = "", finish: Callable[[float], float] | None = None) -> Build:
     def build(first: FirstBatch) -> Mean:
         task = first.task(force)
-        ignores = task.kind == "multiclass" and not task.one_hot
+        ignores = task.kind == "multiclass"
         values = partial(cross_entropy, task=task)
         return Mean(as_given, values, skip_ignored=ignores, finish=finish)
 

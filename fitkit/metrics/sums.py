@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fitkit.accelerators import widest_dtype
 from fitkit.errors import ConfigurationError
+from fitkit.losses.guards import check_broadcast
 from fitkit.metrics.conversions import Conversion, as_given
 from fitkit.outputs import EMPTY_MEAN, IGNORED
 from fitkit.samples import samples_among
@@ -225,9 +226,14 @@ class CallableMean(Mean):
 
     def __init__(self, function: Values) -> None:
         super().__init__(as_given, function)
+        self._dims: tuple[int, ...] | None = None  # of the last prediction and target
 
     def update(self, batch: Batch) -> None:
         """Call the function and add what it gives."""
+        pair = batch.prediction, batch.target
+        if (shapes := tuple(getattr(one, "ndim", 0) for one in pair)) != self._dims:
+            self._dims = shapes
+            check_broadcast("the callable", self._values, *pair)
         with torch.no_grad():
             value = self._values(batch.prediction, copied(batch.target))
         if not isinstance(value, Tensor):

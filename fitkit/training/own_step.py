@@ -72,7 +72,6 @@ class OwnStep:
         self._moves = not self.mover.is_ours
         self._has_loss = stage != "predict"
         self._needs_loss = stage == "training" and model.automatic_optimization
-        self._is_first = True
         self.keeps: bool = self._has_loss and overridden(model, f"{stage}_epoch_end")
         self.begin()
 
@@ -137,7 +136,6 @@ class OwnStep:
                 outputs = self.enter(given, *self.arguments(index, optimizer_idx))
                 outputs = self.ended(outputs)
             found = self._outcome(outputs) if self._has_loss else Outcome(None, outputs=outputs)
-        self._is_first = False
         return found
 
     def again(
@@ -198,7 +196,7 @@ class OwnStep:
             loss = found.reshape(())
         elif self.context.name != "training" and isinstance(found, float):
             loss = torch.tensor(found)
-        if self._needs_loss and outputs is not None and (self._is_first or loss is None):
+        if self._needs_loss and outputs is not None and (loss is None or not loss.requires_grad):
             self._check(loss, found, outputs)
         (inside, self.context.inside), said = (self.context.inside, None), said_count(outputs)
         if said is not None:
