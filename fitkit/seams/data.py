@@ -35,7 +35,7 @@ from fitkit.training.batch_transforms import (
 )
 from fitkit.training.evaluate import HostCopies, in_input_order, predict_source
 from fitkit.training.settings import EvaluateArguments
-from fitkit.training.surroundings import reading_on_ranks, surroundings
+from fitkit.training.surroundings import let_go, reading_on_ranks, surroundings
 
 __all__ = [
     "Batch",
@@ -60,6 +60,7 @@ __all__ = [
     "iterates_by_itself",
     "keeps_rows",
     "length_of",
+    "let_go",
     "made_dense",
     "make_source",
     "marked",

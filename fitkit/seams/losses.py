@@ -17,6 +17,7 @@ from fitkit.held_modules import Untrained
 from fitkit.losses import Ask, CompiledLoss, Count, Loss, Term, checked_count, resolve
 from fitkit.losses.formulas import classes, elements, full, weighted_mean
 from fitkit.losses.labels import Labels
+from fitkit.losses.looks import undone
 from fitkit.losses.loss import is_labels
 from fitkit.losses.names import LOSSES, Definition
 
@@ -36,5 +37,6 @@ __all__ = [
     "full",
     "is_labels",
     "resolve",
+    "undone",
     "weighted_mean",
 ]
