@@ -247,6 +247,7 @@ class Model(Module):
         steps_per_execution: int | Unset = UNSET,
         effective_batch_size: int | Unset | None = UNSET,
         batch_transforms: BatchTransformsArgument | Unset = UNSET,
+        out_of_memory: Literal["raise", "split"] | Unset = UNSET,
         gpus: DevicesArgument | Unset | None = UNSET,
     ) -> None:
         """Configure the model for training. The arguments are checked now; nothing runs yet.
@@ -358,6 +359,12 @@ class Model(Module):
                 before the step: `(x, y) -> (x, y)`, or `x -> x`. `fitkit.transforms` has MixUp,
                 CutMix and RandomErasing. torchvision's transforms (v2), Kornia's and your own work
                 as they are. Default None. `evaluate` and `predict` never see them.
+            out_of_memory: `"split"` computes a batch that doesn't fit into memory in 2, 4, … parts,
+                with the same numbers, and goes on; later batches of its shape start in parts. Each
+                rank does so by itself, in `fit`, `evaluate` and `predict`. It works on one device
+                and with `"ddp"` and `"ddp_spawn"`. Refused is what can't be computed in parts:
+                batch normalisation in training, losses over pairs of samples, LBFGS, manual
+                updates. With `jit_compile` the net alone is compiled. Default `"raise"`.
 
         Raises:
             ConfigurationError, ArgumentTypeError: an argument is invalid. The model keeps its
@@ -405,6 +412,7 @@ class Model(Module):
             steps_per_execution=given_or(steps_per_execution, was.steps_per_execution),
             effective_batch_size=given_or(effective_batch_size, was.effective_batch_size),
             batch_transforms=given_or(batch_transforms, was.batch_transforms),
+            out_of_memory=given_or(out_of_memory, was.out_of_memory),
         )
         anew = Anew(
             optimizer=is_given(optimizer),
@@ -417,8 +425,9 @@ class Model(Module):
             ),
         )
         compilation = record.compilation.updated(given, anew, self)
-        if is_given(jit_compile):
-            record.compiler = new_compiler(self, given.jit_compile)
+        if is_given(jit_compile, out_of_memory):
+            whole = given.out_of_memory == "raise"
+            record.compiler = new_compiler(self, given.jit_compile, updates=whole)
         else:  # what was compiled is for the settings before
             record.compiler = copy.copy(record.compiler)
         record.compilation = compilation

@@ -105,6 +105,7 @@ FACES = {
     "training/fit.py": {"sync_batchnorm"},
     "training/step.py": {"explain", "own_loss"},
     "training/surroundings.py": {"explain"},
+    "training/update.py": {"splitting"},
     "compilation.py": {"free_devices"},
 }
 """Where a verb of the core's is an extra's face: it is imported when that verb is called."""

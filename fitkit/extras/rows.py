@@ -51,11 +51,12 @@ def split(tree: Any, parts: int, samples: int | None = None) -> list[Any]:
         return [tree]
     ends = itertools.accumulate(sizes)
     return [
-        _rows(tree, samples, slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)
+        rows_of(tree, samples, slice(end - size, end))
+        for size, end in zip(sizes, ends, strict=True)
     ]
 
 
-def _rows(tree: Any, samples: int, rows: slice) -> Any:
+def rows_of(tree: Any, samples: int, rows: slice) -> Any:
     """Return the given rows of a batch of so many samples; see `split`."""
     if isinstance(tree, PackedSequence):
         raise ConfigurationError(
@@ -66,7 +67,7 @@ def _rows(tree: Any, samples: int, rows: slice) -> Any:
         return tree[rows]
     if not trees.is_container(tree):
         return tree
-    return trees.rebuilt(tree, [_rows(child, samples, rows) for child in trees.children(tree)])
+    return trees.rebuilt(tree, [rows_of(child, samples, rows) for child in trees.children(tree)])
 
 
 def _is_column(tree: Any, samples: int) -> bool:

@@ -32,7 +32,7 @@ from fitkit.registry import imported_on_demand
 from fitkit.training.batch_changes import ChangesBatches
 from fitkit.training.evaluate import HostCopies, in_input_order, predict_source
 from fitkit.training.settings import EvaluateArguments
-from fitkit.training.surroundings import reading_on_ranks, surroundings
+from fitkit.training.surroundings import let_go, reading_on_ranks, surroundings
 
 if TYPE_CHECKING:
     from fitkit.extras.batch_transforms import BatchTransform, WholeBatch
@@ -67,6 +67,7 @@ __all__ = [
     "iterates_by_itself",
     "keeps_rows",
     "length_of",
+    "let_go",
     "made_dense",
     "make_source",
     "marked",

@@ -15,12 +15,13 @@ from fitkit.training.applier import Applier, ScaledApplier
 from fitkit.training.compiler import Compiler, NetAlone, Take, Updates
 from fitkit.training.empty_parts import stop_gradients_of_nothing
 from fitkit.training.own_step import OwnStep, loss_in, said_count
-from fitkit.training.parts_of_batches import labels_inside, unpacker_of
+from fitkit.training.parts_of_batches import counter_of, labels_inside, unpacker_of
 from fitkit.training.settings import parts_of_update
 from fitkit.training.step import CompiledStep, Outcome, forward_of, is_plain_wrapper
 from fitkit.training.step_for import Step
 from fitkit.training.tally import CarriedTally
 from fitkit.training.update import Update
+from fitkit.training.weighing import count_in
 
 __all__ = [
     "Applier",
@@ -35,6 +36,8 @@ __all__ = [
     "Take",
     "Update",
     "Updates",
+    "count_in",
+    "counter_of",
     "forward_of",
     "is_plain_wrapper",
     "labels_inside",

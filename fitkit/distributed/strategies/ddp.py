@@ -68,6 +68,7 @@ class DDP(Strategy):
 
     name = "ddp"
     starts = "script"
+    cuts_batches = True
     timeout: timedelta | None
     """The time limit for each exchange between ranks. None for torch's default."""
 
@@ -176,6 +177,7 @@ class DDP(Strategy):
         averages: bool = True,
         may_count: bool = False,
         compiles: bool = False,
+        apart: bool = False,
     ) -> WrappedModel:
         if self.engine is not None and self.engine.replaces_ddp:
             return self.engine.wrap(module)
@@ -197,7 +199,14 @@ class DDP(Strategy):
             wrapped.count_parameter, wrapped.shared_buffers = carrier, list(module.buffers())
             return wrapped
         wrapper = DDPWrapper(wrapped, carrier, self.configure_ddp, type(self).__name__)
-        if can_compile and wrapper.is_replaceable:
+        if apart and not wrapper.averages_exactly:
+            raise ConfigurationError(
+                "out_of_memory='split' averages the gradients after a batch's last part, but this "
+                f"{self.name} has its own way to average them: find_unused_parameters, "
+                "static_graph, comm_hook or configure_ddp. Leave that or the option out.",
+                code="FK068",
+            )
+        if apart or (can_compile and wrapper.is_replaceable):
             wrapper.drop()
             wrapped = self.wrap_for_evaluation(module)
             wrapped.count_parameter, wrapped.shared_buffers = carrier, list(module.buffers())
@@ -323,6 +332,11 @@ class DDPWrapper:
                 f"strategy={self._kind}Strategy(find_unused_parameters=True).",
                 code="FK045",
             ) from error
+
+    @property
+    def averages_exactly(self) -> bool:
+        """Whether an average over the ranks after the backward gives the same gradients."""
+        return _averages_exactly(self._ddp)
 
     @property
     def is_replaceable(self) -> bool:
