@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from fitkit.errors import ConfigurationError
-from fitkit.shortcuts import Shortcut
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Match = Callable[[torch.Tensor, torch.Tensor], Pair]
@@ -213,27 +212,6 @@ LossFunction = Callable[..., torch.Tensor]
 
 EPSILON = 1e-7
 """`keras.config.epsilon()`: the least probability, the least divisor."""
-
-FEW = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 0)
-"""How many float32 the CPU computes at once. Along a last axis shorter than that, torch's softmax
-takes two to seven times as long (0.15 µs a row) as along an axis with another behind it."""
-
-
-SIDE_BY_SIDE = Shortcut("scores of few classes with the samples side by side")
-
-
-def values_by_class(
-    each: LossFunction, prediction: torch.Tensor, target: torch.Tensor
-) -> torch.Tensor:
-    """Return a class loss's values. Scores of few classes on the CPU are computed with the samples
-    side by side: 3 % of a small net's evaluation in batches of 32, 4 % in batches of 128.
-    """
-    shape = prediction.shape
-    is_narrow = len(shape) == 2 and shape[1] < FEW and target.ndim == 1
-    if not (is_narrow and SIDE_BY_SIDE.is_on) or prediction.device.type != "cpu":
-        return each(prediction, target)
-    # N samples' scores as those of one sample at N positions.
-    return each(prediction.t().contiguous().unsqueeze(0), target.unsqueeze(0))[0]
 
 
 class SumPerSample:

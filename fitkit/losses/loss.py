@@ -18,10 +18,8 @@ from fitkit.errors import ArgumentTypeError, ConfigurationError, FitkitError, wa
 from fitkit.losses import guards
 from fitkit.losses.formulas import (
     HALF_TYPES,
-    classes,
     full,
     mean_over,
-    values_by_class,
     weighted_mean,
 )
 from fitkit.losses.names import LOSSES, TORCH_FUNCTIONS, Definition, known_module, unreduced
@@ -252,10 +250,7 @@ class KnownLoss(Loss):
     def of_each(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Each sample's loss (N,), whose mean is the loss where `joins`."""
         prediction, target = self._match(prediction, target)
-        if self._match is classes:
-            values = values_by_class(self._each, prediction, target)
-        else:
-            values = self._each(prediction, target)
+        values = self._each(prediction, target)
         return values if values.ndim == 1 else values.flatten(1).mean(1)
 
     def may_count(self, targets: list[Any] | None) -> bool:

@@ -17,7 +17,6 @@ from fitkit.metrics.sums import Batch, CallableMean, Mean, State, Values, change
 from fitkit.metrics.torchmetrics_adapter import (
     TorchMetric,
     is_torchmetric,
-    share_states,
     wrap_object,
 )
 from fitkit.shortcuts import Shortcut
@@ -74,9 +73,6 @@ class OutputGroup:
         for name, spec in specs.items():
             with _naming(name):
                 self.sums[name] = _build(spec, first)
-        of_torchmetrics = [one for one in self.sums.values() if isinstance(one, TorchMetric)]
-        if of_torchmetrics:
-            share_states(of_torchmetrics)
         self._each = {name: one for name, one in self.sums.items() if not one.joins}
         self._joined = {name: one for name, one in self.sums.items() if one.joins}
         self._has_means_only = all(isinstance(one, Mean) for one in self.sums.values())

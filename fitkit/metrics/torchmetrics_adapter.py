@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import importlib
-import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,6 @@ from fitkit.metrics.conversions import (
 )
 from fitkit.metrics.sums import Batch, State, outside_inference
 from fitkit.outputs import EMPTY_MEAN
-from fitkit.shortcuts import Shortcut
 from fitkit.tensors import values_for_copies
 from fitkit.trees import copied, map_leaves
 
@@ -55,7 +53,6 @@ class TorchMetric:
 
     Attributes:
         samples: how many were added.
-        leader: the one that gathers this one's numbers too; None: it does so itself.
         keeps_batches: whether its state is a list, of the very tensors that it was given as a rule.
     """
 
@@ -75,7 +72,6 @@ class TorchMetric:
         self.conversion = conversion
         self.joins = joins
         self.samples: int = 0
-        self.leader: TorchMetric | None = None
         self.keeps_batches: bool = any(
             isinstance(s, list) for s in _inner(metric)._defaults.values()
         )
@@ -96,20 +92,17 @@ class TorchMetric:
     @outside_inference()
     def update(self, batch: Batch) -> None:
         """Add a batch; weights don't count."""
-        if self.leader is None:
-            pair = batch.prediction, batch.target
-            if self.conversion is not None:
-                pair = batch.converted(self.conversion)
-            if not self.joins:
-                # It may write into targets, and keep what the next batch overwrites.
-                pair = copied(pair[0]) if self.keeps_batches else pair[0], copied(pair[1])
-            self.metric.update(*pair)
+        pair = batch.prediction, batch.target
+        if self.conversion is not None:
+            pair = batch.converted(self.conversion)
+        if not self.joins:
+            # It may write into targets, and keep what the next batch overwrites.
+            pair = copied(pair[0]) if self.keeps_batches else pair[0], copied(pair[1])
+        self.metric.update(*pair)
         self.samples += batch.samples
 
     def result(self) -> Any:
         """Return what the metric computes over all samples so far."""
-        if self.leader is not None:
-            _adopt_state(self.metric, self.leader.metric)
         if self.samples < self._least_samples:
             return EMPTY_MEAN
         if _counts_nothing(_inner(self.metric)):
@@ -134,7 +127,7 @@ class TorchMetric:
     def snapshot(self) -> Callable[[], None]:
         """Give what makes the metric forget later batches."""
         samples, metric = self.samples, self.metric
-        states = {} if self.leader is not None else _states_of(metric)
+        states = _states_of(metric)
         counts = [(part, part._update_count) for part in (metric, _inner(metric))]
 
         def restore() -> None:
@@ -148,15 +141,12 @@ class TorchMetric:
 
     def state(self) -> State:
         """Return what was counted on this rank, on the CPU: plain data that can be sent."""
-        if self.leader is not None:
-            return {"samples": self.samples}
         return {"samples": self.samples, "states": metric_states(self.metric)}
 
     def load_merged(self, states: list[State]) -> None:
         """Take what all ranks have counted, from the `state` of each."""
         self.samples = sum(state["samples"] for state in states)
-        if self.leader is None:
-            _load_metric(self.metric, [state["states"] for state in states if state["samples"]])
+        _load_metric(self.metric, [state["states"] for state in states if state["samples"]])
 
     @outside_inference()
     def reset(self) -> None:
@@ -245,49 +235,6 @@ def _filled_with_nan(leaf: Any) -> Any:
     if isinstance(leaf, Tensor) and leaf.is_floating_point():
         return torch.full_like(leaf, torch.nan)
     return leaf
-
-
-STATES_SHARED = Shortcut("metrics that count the same things count them once")
-
-
-def share_states(metrics: Iterable[TorchMetric]) -> None:
-    """Let metrics that gather the same numbers gather them once.
-
-    Precision, recall and F1 all count true and false positives. Equal are metrics with the
-    same `update`, the same settings that it may read, and the same conversion. (torchmetrics'
-    own compute groups compare states after the first batch, where metrics of different
-    thresholds can agree by chance, and stay grouped.)
-    """
-    leaders: dict[Any, TorchMetric] = {}
-    for one in metrics:
-        if one.joins and STATES_SHARED.is_on:
-            key = _update_key(one)
-            if key is not None and leaders.setdefault(key, one) is not one:
-                one.leader = leader = leaders[key]
-                if getattr(one.metric, "validate_args", False):
-                    leader.metric.validate_args = True  # for both of them
-
-
-def _update_key(one: TorchMetric) -> Any:
-    metric = one.metric
-    owner = update_owner(metric)
-    if _inner(metric) is not metric or _package(owner) != "torchmetrics.classification":
-        return None
-    settings: list[Any] = []
-    # What `update` may read was set by the class that defines it, from its arguments.
-    for name in inspect.signature(owner).parameters:
-        if name != "validate_args":
-            value = getattr(metric, name, None)
-            settings.append(repr(value.tolist() if isinstance(value, Tensor) else value))
-    shapes = tuple((n, getattr(state, "shape", None)) for n, state in metric._defaults.items())
-    return owner, tuple(settings), shapes, one.conversion
-
-
-def _adopt_state(follower: Metric, leader: Metric) -> None:
-    for name in leader._defaults:
-        setattr(follower, name, getattr(leader, name))
-    follower._update_count = leader._update_count
-    follower._computed = None
 
 
 def torchmetrics_module(name: str) -> ModuleType:

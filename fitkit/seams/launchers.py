@@ -2,9 +2,7 @@
 
 Example:
     >>> import torch, fitkit
-    >>> from fitkit.seams.launchers import LAUNCHERS, share_of_cores
-    >>> share_of_cores(ranks=1) >= 1
-    True
+    >>> from fitkit.seams.launchers import LAUNCHERS
     >>> class Noted:
     ...     "Makes each call on one rank, and notes it."
     ...     sends_calls = False
@@ -23,16 +21,11 @@ Example:
 
 from fitkit.distributed import world
 from fitkit.distributed.launchers import LAUNCHERS, Launcher
-from fitkit.distributed.launchers.meeting_folder import MeetingFolder, is_private, process_name
+from fitkit.distributed.launchers.private_folder import is_private, private_folder, process_name
 from fitkit.distributed.launchers.process import (
     OtherRanks,
-    RankProcess,
-    StartedRanks,
     end_own_session,
     end_with_parent,
-    open_standard_files,
-    share_of_cores,
-    threads_shared,
 )
 from fitkit.distributed.launchers.ranks import JoinsRanks, RankLauncher
 from fitkit.distributed.launchers.script_rank import STARTED_IN, VARIABLES, check_script_size
@@ -49,23 +42,18 @@ __all__ = [
     "Failure",
     "JoinsRanks",
     "Launcher",
-    "MeetingFolder",
     "OtherRanks",
     "Patience",
     "RankLauncher",
-    "RankProcess",
-    "StartedRanks",
     "check_script_size",
     "end_own_session",
     "end_with_parent",
     "is_of_script",
     "is_private",
-    "open_standard_files",
+    "private_folder",
     "process_name",
     "reduced_for_workers",
     "script",
-    "share_of_cores",
     "take_part",
-    "threads_shared",
     "world",
 ]

@@ -16,7 +16,7 @@ from fitkit.distributed.cluster import (
     detect,
 )
 from fitkit.distributed.devices import Machine, choose_kind, overload, usable_cores
-from fitkit.distributed.launchers.meeting_folder import parent_of
+from fitkit.distributed.launchers.private_folder import parent_of
 from fitkit.distributed.launchers.script_rank import is_script_rank
 
 __all__ = [

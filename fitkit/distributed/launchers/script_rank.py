@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Mapping
 
-from fitkit.distributed.launchers.meeting_folder import process_name
+from fitkit.distributed.launchers.private_folder import process_name
 from fitkit.distributed.launchers.process import end_with_parent
 from fitkit.errors import ConfigurationError
 

@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fitkit.errors import ConfigurationError, WorkerError, warn, warn_once
+from fitkit.extras.launchers.meeting_folder import MeetingFolder
+from fitkit.extras.launchers.process import RankProcess, StartedRanks, threads_shared
 from fitkit.extras.launchers.workers import WorkersLauncher
 from fitkit.printing import say, where_possible
 from fitkit.seams.launchers import (
@@ -29,15 +31,11 @@ from fitkit.seams.launchers import (
     VARIABLES,
     Failure,
     JoinsRanks,
-    MeetingFolder,
     OtherRanks,
     RankLauncher,
-    RankProcess,
-    StartedRanks,
     check_script_size,
     is_private,
     process_name,
-    threads_shared,
     world,
 )
 from fitkit.seams.machines import detect, is_script_rank

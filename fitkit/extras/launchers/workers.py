@@ -31,21 +31,23 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fitkit.accelerators import empty_cache
 from fitkit.errors import ConfigurationError, WorkerError
+from fitkit.extras.launchers.meeting_folder import MeetingFolder
 from fitkit.extras.launchers.payload import Payload, load
+from fitkit.extras.launchers.process import (
+    RankProcess,
+    StartedRanks,
+    open_standard_files,
+    share_of_cores,
+)
 from fitkit.seams.launchers import (
     LAST_RESORT_S,
     Failure,
     JoinsRanks,
-    MeetingFolder,
     Patience,
     RankLauncher,
-    RankProcess,
-    StartedRanks,
     end_own_session,
     end_with_parent,
-    open_standard_files,
     script,
-    share_of_cores,
     take_part,
     world,
 )

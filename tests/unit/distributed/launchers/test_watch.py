@@ -11,7 +11,6 @@ import pytest
 from torch.distributed import DistBackendError, HashStore
 
 from fitkit.distributed.launchers import watch
-from fitkit.distributed.launchers.process import RankProcess
 from fitkit.distributed.launchers.watch import (
     Failure,
     Watch,
@@ -19,6 +18,7 @@ from fitkit.distributed.launchers.watch import (
     shows_broken_exchange,
 )
 from fitkit.errors import WorkerError
+from fitkit.extras.launchers.process import RankProcess
 from tests.limits import patience
 
 CUT = RuntimeError("[../gloo.cc:99] Connection closed by peer [127.0.0.1]:1234")

@@ -7,8 +7,9 @@ import textwrap
 
 import pytest
 
-from fitkit.distributed.launchers.process import LONGEST_LINE, ShownOutput, shows_all
+from fitkit.distributed.launchers.process import shows_all
 from fitkit.errors import ConfigurationError
+from fitkit.extras.launchers.process import LONGEST_LINE, ShownOutput
 from fitkit.strategies import (
     BaguaStrategy,
     DDPShardedStrategy,
