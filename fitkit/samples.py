@@ -4,8 +4,8 @@ Every weight of a batch (in an accumulated update, over ranks, in a logged mean)
 In this order:
 
 1. What *says* its number: `samples`, `num_graphs` or `batch_size`, the outermost first.
-2. What has *one entry per sample*: a list of dicts, of images of unlike shapes, a `PackedSequence`,
-   a nested tensor, an object with `__len__`.
+2. What has *one entry per sample*: a list of dicts, of images of unlike shapes, an entry of a kind
+   that counts its samples (`BatchKind`), an object with `__len__`.
 3. *Rows*: the first dimension of tensors. What has no rows by nature isn't asked: a number, a
    tensor without dimensions or of one number, a list of texts or numbers.
 
@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from fitkit import trees
+from fitkit.batch_kinds import BatchKind, kind_of
 from fitkit.errors import warn
 from fitkit.shortcuts import Shortcut
 
@@ -145,7 +145,7 @@ def counted_in(x: Any, y: Any) -> Counted:
 
 def counted(batch: Any) -> Counted:
     """Return the samples of a batch: `(x, y)`, `(x, y, weight)`, or any other structure."""
-    is_batch = isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence)
+    is_batch = isinstance(batch, (tuple, list)) and kind_of(batch) is None
     if not is_batch or not 1 <= len(batch) <= MOST_PARTS:
         return _counted([("batch", batch)])
     if len(batch) > 1 and type(batch) in (tuple, list) and _agree(batch[1], batch[0]):
@@ -264,7 +264,9 @@ _SILENT: set[tuple[type, str]] = set()
 def said_by(tree: Any) -> int | None:
     """Return the samples that a batch or a part of it says to have; None if it doesn't say."""
     kind = type(tree)
-    if kind in _PLAIN_TYPES or isinstance(tree, (torch.Tensor, type, PackedSequence, *NUMBERS)):
+    if kind in _PLAIN_TYPES or isinstance(tree, (torch.Tensor, type, *NUMBERS)):
+        return None
+    if kind_of(tree) is not None:
         return None
     for name in SAYS:
         value = tree.get(name) if kind is dict else _attribute(tree, kind, name)
@@ -341,8 +343,8 @@ class _Entry:
 def _entries(place: str, tree: Any, has_target: bool) -> Iterable[_Entry]:
     if isinstance(tree, torch.Tensor):
         yield from _of_tensor(place, tree, has_target)
-    elif isinstance(tree, PackedSequence):
-        yield _Entry(place, Reading.SAMPLES, (int(tree.batch_sizes[0]),))
+    elif (kind := kind_of(tree)) is not None:
+        yield _Entry(place, _as_read(kind), (kind.count(tree),))
     elif isinstance(tree, (tuple, list)) and not trees.is_named_tuple(tree):
         yield from _of_sequence(place, tree, has_target)
     elif trees.is_container(tree):
@@ -359,12 +361,17 @@ def _entries(place: str, tree: Any, has_target: bool) -> Iterable[_Entry]:
 
 
 def _of_tensor(place: str, tensor: torch.Tensor, has_target: bool) -> Iterable[_Entry]:
-    if tensor.is_nested:
-        yield _Entry(place, Reading.SAMPLES, (int(tensor.size(0)),))
+    kind = kind_of(tensor)
+    if kind is not None and not kind.has_rows:
+        yield _Entry(place, _as_read(kind), (kind.count(tensor),))
     elif tensor.ndim:
         is_single = not (has_target and place.startswith("y")) and tensor.shape == (1,)
         second = tensor.shape[1] if has_target and place == "x" and tensor.ndim > 1 else None
         yield _Entry(place, Reading.PARTS, (tensor.shape[0],), is_single, second)
+
+
+def _as_read(kind: BatchKind) -> Reading:
+    return Reading.PARTS if kind.has_rows else Reading.SAMPLES
 
 
 def _of_sequence(place: str, items: Any, has_target: bool) -> Iterable[_Entry]:
@@ -398,7 +405,7 @@ def _children(place: str, tree: Any) -> list[tuple[str, Any]]:
 
     Also what is in an object, as far as it is an object that may say its number.
     """
-    if isinstance(tree, (torch.Tensor, PackedSequence)):
+    if isinstance(tree, torch.Tensor) or kind_of(tree) is not None:
         return []
     if isinstance(tree, Mapping):
         keys = sorted(tree, key=lambda key: key not in LABELS)
@@ -435,7 +442,7 @@ def reading(items: Any) -> Reading:
         return Reading.PLAIN
     if _is_array(first):
         return _reading_of_arrays(items)
-    if isinstance(first, PackedSequence) or _is_nested(first):
+    if (kind := kind_of(first)) is not None and not kind.has_rows:
         return Reading.PARTS
     if len(items) <= MOST_PARTS and all(said_by(item) is not None for item in items):
         return Reading.PARTS
@@ -480,7 +487,7 @@ def _reading_of_containers(items: Any) -> Reading:
 
 def _kind(item: Any) -> Any:
     if isinstance(item, torch.Tensor):
-        return "nested" if item.is_nested else torch.Tensor
+        return torch.Tensor if _is_array(item) else "nested"
     if isinstance(item, TEXTS):
         return str
     if isinstance(item, NUMBERS):
@@ -492,14 +499,11 @@ def _is_plain(item: Any) -> bool:
     return item is None or isinstance(item, (*TEXTS, *NUMBERS))
 
 
-def _is_nested(item: Any) -> bool:
-    return isinstance(item, torch.Tensor) and item.is_nested
-
-
 def _is_array(item: Any) -> bool:
     """Whether it has a shape, which can be read, and a dtype."""
     if isinstance(item, torch.Tensor):
-        return not item.is_nested
+        kind = kind_of(item)
+        return kind is None or kind.has_rows
     return isinstance(getattr(item, "shape", None), tuple) and hasattr(item, "dtype")
 
 

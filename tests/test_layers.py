@@ -26,6 +26,7 @@ LAYERS = {
     "hyperparameters": 2,
     "trees": 1,
     "samples": 1,
+    "batch_kinds": 1,
     "tensors": 1,
     "arguments": 1,
     "outputs": 1,
@@ -118,6 +119,11 @@ WITHIN_A_LAYER = {
     ("outputs", "trees"),
     ("random_states", "arguments"),
     ("samples", "trees"),
+    ("batch_kinds", "registry"),
+    ("batch_kinds", "tensors"),
+    ("samples", "batch_kinds"),
+    ("trees", "batch_kinds"),
+    ("trees", "tensors"),
 }
 """Imports within one layer that can't make a ring."""
 

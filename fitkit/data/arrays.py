@@ -10,19 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from torch.nn.utils.rnn import PackedSequence
 
 from fitkit import trees
 from fitkit.arguments import describe, dtype_name
+from fitkit.batch_kinds import kind_of
 from fitkit.data import permutation
 from fitkit.data.batches import Source
 from fitkit.data.permutation import IndexBatches, Permutation
 from fitkit.errors import ArgumentTypeError, ConfigurationError, with_code
 from fitkit.samples import samples_among
 from fitkit.shortcuts import Shortcut
-from fitkit.tensors import bytes_of
+from fitkit.tensors import bytes_of, is_dense
 
-SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 META = "{name} is a meta tensor, which has a shape but no numbers. Give it on the CPU or a GPU."
 
 
@@ -128,10 +127,10 @@ def as_tensors(value: Any, name: str, float_dtype: torch.dtype, *, target: bool 
             }
         if value is None and target and name.endswith("]"):
             return None
-        if isinstance(value, PackedSequence):
+        if (kind := kind_of(value)) is not None:
             raise ArgumentTypeError(
-                f"{name} is a PackedSequence, whose rows aren't samples. Give fit, evaluate or "
-                "predict batches: [(x, y)], or a DataLoader that packs them."
+                f"{name} is {kind.words}, whose rows aren't samples. Give fit, evaluate or "
+                "predict batches: [(x, y)], or a DataLoader that makes them."
             )
         if isinstance(value, (tuple, list)):
             if not value:
@@ -155,10 +154,9 @@ def as_tensors(value: Any, name: str, float_dtype: torch.dtype, *, target: bool 
                 )
             return SparseMatrix(value, name, float_dtype)
     tensor = _tensor(value, name)
-    if target and tensor.layout in SPARSE:
+    if target and (kind := kind_of(tensor)) is not None and not kind.is_target:
         raise ConfigurationError(
-            f"{name} is a sparse tensor ({tensor.layout}), which no loss takes. Write "
-            f"{name}.to_dense()."
+            f"{name} is {kind.words}, which no loss takes. Write {name}.to_dense()."
         )
     if tensor.ndim == 0:
         raise ConfigurationError(
@@ -316,12 +314,13 @@ def _strings(array: np.ndarray[Any, Any], name: str) -> str:
 
 
 def check_cuttable(tree: Any, name: str) -> None:
-    """Refuse sparse tensors whose rows torch can't select. It can for the layout COO."""
+    """Refuse entries whose samples can't be cut apart, such as compressed sparse tensors."""
     for path, leaf in trees.leaves_with_paths(tree):
-        if isinstance(leaf, torch.Tensor) and leaf.layout in SPARSE[1:]:
+        kind = kind_of(leaf)
+        if kind is not None and not kind.can_cut:
             raise ConfigurationError(
-                f"{name}{path} is a sparse tensor ({leaf.layout}), which can't be cut into "
-                f"batches. Write {name}{path}.to_sparse_coo(), or {name}{path}.to_dense()."
+                f"{name}{path} is {kind.words}, which can't be cut into batches. "
+                f"{kind.advice.format(place=name + path)}"
             )
 
 
@@ -392,9 +391,8 @@ def _cut(leaf: Any, start: int, stop: int) -> Any:
         return leaf.rows(slice(start, stop))
     if is_sparse_matrix(leaf):
         return leaf.tocsr()[start:stop]
-    if isinstance(leaf, torch.Tensor) and leaf.layout in SPARSE:  # which has no views
-        return leaf.index_select(0, torch.arange(len(leaf), device=leaf.device)[start:stop])
-    return leaf[start:stop]
+    kind = kind_of(leaf)
+    return leaf[start:stop] if kind is None else kind.rows(leaf, start, stop)
 
 
 MOST_AT_ONCE = 2**22
@@ -424,7 +422,7 @@ def fingerprints(tree: Any) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for path, leaf in trees.leaves_with_paths(tree):
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.numel():
+        if isinstance(leaf, torch.Tensor) and is_dense(leaf) and leaf.numel():
             rows = leaf.detach()
             if leaf.nbytes > MOST_BYTES and leaf.ndim:
                 rows = rows[:: -(-leaf.nbytes // MOST_BYTES)]
@@ -467,9 +465,7 @@ class ArraySource(Source):
         self.samples: int = samples_among(batch[0])
         self.steps: int = -(-self.samples // batch_size)
         self.seed: int | None = None
-        self._flat = all(
-            isinstance(part, torch.Tensor) and part.layout not in SPARSE for part in batch
-        )
+        self._flat = all(isinstance(part, torch.Tensor) and is_dense(part) for part in batch)
         self.ahead = 1
 
     @property

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from fitkit import trees
 from fitkit.arguments import dtype_name
+from fitkit.batch_kinds import kind_of
 from fitkit.errors import ConfigurationError, warn
 from fitkit.progress import Progress
 from fitkit.random_states import kept_random_numbers, random_state, set_random_state
@@ -157,9 +157,12 @@ def is_empty(batch: Any) -> bool:
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
     for part in parts:  # the first one decides for most batches, without a walk over a tree
         for leaf in (part,) if isinstance(part, torch.Tensor) else trees.leaves(part):
-            if isinstance(leaf, (torch.Tensor, np.ndarray)):
-                # A nested tensor has rows, but no shape.
-                if getattr(leaf, "is_nested", False) or (leaf.ndim and leaf.shape[0]):
+            if (kind := kind_of(leaf)) is not None:
+                if kind.count(leaf):
+                    return False
+                found = True
+            elif isinstance(leaf, (torch.Tensor, np.ndarray)):
+                if leaf.ndim and leaf.shape[0]:
                     return False
                 found = found or leaf.ndim > 0
     return found
@@ -216,12 +219,13 @@ def unpack_batch(batch: Any) -> tuple[Any, Any, Any]:
 
     Args:
         batch: `(x, y)`, `(x, y, sample_weight)` or `(x,)` as a tuple or list. Anything else (a
-            tensor, a dict, a `PackedSequence`) is the inputs as a whole.
+            tensor, a dict, an entry of its own kind) is the inputs as a whole.
 
     Raises:
         ConfigurationError: a tuple or list of another length.
     """
-    if isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence):
+    kind = type(batch)
+    if kind is tuple or (isinstance(batch, (tuple, list)) and kind_of(batch) is None):
         count = len(batch)
         if count == 2:
             return batch[0], batch[1], None

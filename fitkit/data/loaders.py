@@ -25,6 +25,7 @@ from fitkit.data.permutation import IndexBatches, PermutationSampler
 from fitkit.errors import warn
 from fitkit.random_states import kept_random_numbers
 from fitkit.shortcuts import Shortcut
+from fitkit.tensors import is_dense
 
 _INSIDE = ("sampler", "batch_sampler", "dataset")
 """The attributes under which loaders, samplers and data sets hold one another."""
@@ -283,10 +284,7 @@ def _holds_tensors(dataset: Any) -> bool:
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return type(dataset) is TensorDataset and all(
-        type(tensor) is Tensor
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor.requires_grad
+        type(tensor) is Tensor and is_dense(tensor) and not tensor.requires_grad
         for tensor in dataset.tensors
     )
 

@@ -21,6 +21,7 @@ from fitkit.random_states import (
     set_random_state,
 )
 from fitkit.seams.losses import HALF_TYPES, undone
+from fitkit.tensors import is_dense
 from fitkit.trees import leaves, map_leaves
 
 COPIES = (1, 4, 7)
@@ -112,7 +113,7 @@ def _with_equal_numbers(value: Callable[[int], float]) -> list[float]:
 def _rows(prediction: Any, target: Any) -> int:
     """Return the rows of all tensors of a batch; 0 where they differ, or can't be copied."""
     found = [leaf for leaf in leaves((prediction, target)) if isinstance(leaf, torch.Tensor)]
-    if any(leaf.layout is not torch.strided or leaf.is_nested for leaf in found):
+    if not all(map(is_dense, found)):
         return 0
     counts = {len(leaf) for leaf in found if leaf.ndim}
     return counts.pop() if len(counts) == 1 else 0

@@ -24,6 +24,7 @@ from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import evaluation_stage
 from fitkit.module import Module
 from fitkit.samples import samples_of
+from fitkit.tensors import is_dense
 from fitkit.training.compiler import PassSteps, Take, compiler_of
 from fitkit.training.log import LazyLogs, reduced, warn_of_empty
 from fitkit.training.settings import EvaluateArguments
@@ -523,7 +524,7 @@ def _mapped(output: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> An
 def _gpu_of(output: Outputs) -> torch.device | None:
     """Return the device with streams that all of an output's tensors are on, or None."""
     tensors = list(tensors_in(output))
-    if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in tensors):
+    if any(isinstance(one, torch.Tensor) and not is_dense(one) for one in tensors):
         return None  # streams can't record the use of their memory
     devices = {tensor.device for tensor in tensors}
     device = devices.pop() if len(devices) == 1 else None

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
 from fitkit import trees
+from fitkit.batch_kinds import kind_of
 from fitkit.data.arrays import (
     as_tensors,
     is_array,
@@ -279,7 +279,7 @@ def _is_as_loaded(x: Tree, y: Any) -> bool:
     """
     if is_array(x) or is_sparse_matrix(x):
         return False
-    if isinstance(x, PackedSequence):
+    if kind_of(x) is not None:
         return True
     found = list(trees.leaves(x))
     if all(isinstance(leaf, PLAIN_VALUES) for leaf in found):

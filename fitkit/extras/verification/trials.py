@@ -28,6 +28,7 @@ from fitkit.samples import samples_of
 from fitkit.seams.callbacks import Callback
 from fitkit.seams.data import unpack_batch
 from fitkit.seams.optimizers import first_rate, put_rate
+from fitkit.tensors import is_dense
 
 Pass = tuple[list[torch.Tensor], list[torch.Tensor]]
 """A module's inputs and outputs in one batch."""
@@ -125,7 +126,7 @@ def _joined(tensors: list[torch.Tensor], shape: torch.Size | None) -> torch.Tens
 
     Not all layers have the batch in dimension 0.
     """
-    if not tensors or tensors[0].is_nested or not trees.is_inexact(tensors[0]):
+    if not tensors or not is_dense(tensors[0]) or not trees.is_inexact(tensors[0]):
         return None
     if len(tensors) == 1:
         return tensors[0] if shape in (None, tensors[0].shape) else None
