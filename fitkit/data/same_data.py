@@ -14,7 +14,8 @@ from fitkit import trees
 from fitkit.arguments import dtype_name
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import Source
-from fitkit.data.sources import DrawnSource, LoaderSource, length_of
+from fitkit.data.drawn import DrawnSource
+from fitkit.data.sources import LoaderSource, length_of
 from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ConfigurationError
 from fitkit.tensors import bytes_of

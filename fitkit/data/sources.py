@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import numbers
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -40,6 +39,7 @@ from fitkit.data.batches import (
     unpack_batch,
     warn_of_second_target,
 )
+from fitkit.data.drawn import ReadByItself
 from fitkit.data.loaders import (
     ReadInOrder,
     batches_by_index,
@@ -229,59 +229,6 @@ class IterableSource(Source):
         given = self.iterable
         batches = given.pass_of(number) if isinstance(given, ReadByItself) else iter(given)
         return marked(without_first(batches, skip))
-
-
-class DrawnSource(Source, ABC):
-    """Several loaders that are read by index together; a pass's order is drawn as it begins."""
-
-    loaders: list[DataLoader[Any]]
-
-    @abstractmethod
-    def draw(self) -> tuple[list[list[Any]], list[torch.Generator]]:
-        """Return the indices of each loader's batches in a pass, and its seeds."""
-
-    @abstractmethod
-    def read(
-        self, orders: list[list[Any]], number: int, seeds: list[torch.Generator], *, place: int
-    ) -> Iterator[Any]:
-        """Return the batches of these indices, without drawing more random numbers.
-
-        Args:
-            number: the number of the pass.
-            seeds: each loader's, as `draw` gives them.
-            place: where these batches are read, for `seeds_apart`.
-        """
-
-    @property
-    def generators(self) -> list[torch.Generator]:
-        return generators_of(*self.loaders)
-
-    def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
-        for loader in self.loaders:
-            tell_epoch(loader, number)
-        orders, seeds = self.draw()
-        return self.read([order[skip:] for order in orders], number, seeds, place=skip)
-
-
-class ReadByItself(ABC):
-    """Data that know how a pass over them is read."""
-
-    @abstractmethod
-    def pass_of(self, number: int) -> Iterator[Any]:
-        """Return the batches of pass `number`."""
-
-    @abstractmethod
-    def by_index(
-        self, prepared: Callable[[DataLoader[Any]], DataLoader[Any]]
-    ) -> DrawnSource | None:
-        """Return the source that reads them by index; None if that is impossible.
-
-        Args:
-            prepared: a function that returns the loader to read in place of a given one.
-
-        Raises:
-            ConfigurationError: a loader has no batches.
-        """
 
 
 def without_first(batches: Iterator[Any], skip: int) -> Iterator[Any]:

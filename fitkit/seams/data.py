@@ -15,12 +15,11 @@ Example:
 
 from fitkit.data.arrays import as_tensors, is_array, made_dense, samples_between
 from fitkit.data.batches import Batch, NoRows, Source, marked, unpack_batch
+from fitkit.data.drawn import DrawnSource, ReadByItself
 from fitkit.data.loaders import ReadInOrder, begin_order, iterate, iterates_by_itself, seeds_apart
 from fitkit.data.sharding import keeps_rows
 from fitkit.data.sources import (
-    DrawnSource,
     LoaderSource,
-    ReadByItself,
     check_data_type,
     length_of,
     make_source,

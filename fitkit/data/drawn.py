@@ -1,0 +1,66 @@
+"""Several loaders that are read by index together, and data that know how they are read."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from fitkit.data.batches import Source
+from fitkit.data.loaders import generators_of, tell_epoch
+
+
+class DrawnSource(Source, ABC):
+    """Several loaders that are read by index together; a pass's order is drawn as it begins."""
+
+    loaders: list[DataLoader[Any]]
+
+    @abstractmethod
+    def draw(self) -> tuple[list[list[Any]], list[torch.Generator]]:
+        """Return the indices of each loader's batches in a pass, and its seeds."""
+
+    @abstractmethod
+    def read(
+        self, orders: list[list[Any]], number: int, seeds: list[torch.Generator], *, place: int
+    ) -> Iterator[Any]:
+        """Return the batches of these indices, without drawing more random numbers.
+
+        Args:
+            number: the number of the pass.
+            seeds: each loader's, as `draw` gives them.
+            place: where these batches are read, for `seeds_apart`.
+        """
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        return generators_of(*self.loaders)
+
+    def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
+        for loader in self.loaders:
+            tell_epoch(loader, number)
+        orders, seeds = self.draw()
+        return self.read([order[skip:] for order in orders], number, seeds, place=skip)
+
+
+class ReadByItself(ABC):
+    """Data that know how a pass over them is read."""
+
+    @abstractmethod
+    def pass_of(self, number: int) -> Iterator[Any]:
+        """Return the batches of pass `number`."""
+
+    @abstractmethod
+    def by_index(
+        self, prepared: Callable[[DataLoader[Any]], DataLoader[Any]]
+    ) -> DrawnSource | None:
+        """Return the source that reads them by index; None if that is impossible.
+
+        Args:
+            prepared: a function that returns the loader to read in place of a given one.
+
+        Raises:
+            ConfigurationError: a loader has no batches.
+        """
