@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from fitkit.data.batches import Source
+from fitkit.data.draws import DataDraws
 from fitkit.data.loaders import generators_of, tell_epoch
 
 
@@ -18,20 +19,31 @@ class DrawnSource(Source, ABC):
 
     loaders: list[DataLoader[Any]]
 
+    draws_orders = True
+
     @abstractmethod
-    def draw(self) -> tuple[list[list[Any]], list[torch.Generator]]:
+    def draw(self, draws: DataDraws) -> tuple[list[list[Any]], list[torch.Generator]]:
         """Return the indices of each loader's batches in a pass, and its seeds."""
 
     @abstractmethod
     def read(
-        self, orders: list[list[Any]], number: int, seeds: list[torch.Generator], *, place: int
+        self,
+        orders: list[list[Any]],
+        number: int,
+        seeds: list[torch.Generator],
+        *,
+        key: int,
+        place: int,
+        step: int = 1,
     ) -> Iterator[Any]:
         """Return the batches of these indices, without drawing more random numbers.
 
         Args:
             number: the number of the pass.
             seeds: each loader's, as `draw` gives them.
-            place: where these batches are read, for `seeds_apart`.
+            key: of the call's data.
+            place: the number in the pass of the first of these batches, over all ranks.
+            step: how far they are apart there.
         """
 
     @property
@@ -41,8 +53,10 @@ class DrawnSource(Source, ABC):
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         for loader in self.loaders:
             tell_epoch(loader, number)
-        orders, seeds = self.draw()
-        return self.read([order[skip:] for order in orders], number, seeds, place=skip)
+        draws = self.pass_draws()
+        orders, seeds = self.draw(draws)
+        rest = [order[skip:] for order in orders]
+        return self.read(rest, number, seeds, key=draws.key, place=skip)
 
 
 class ReadByItself(ABC):

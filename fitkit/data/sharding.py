@@ -29,6 +29,7 @@ from torch.utils.data import (
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import Batch, CountedSource, NoRows, Source, marked
 from fitkit.data.drawn import DrawnSource
+from fitkit.data.draws import DataDraws, key_of_state
 from fitkit.data.loaders import (
     ReadInOrder,
     begin_order,
@@ -38,6 +39,7 @@ from fitkit.data.loaders import (
     reads_by_index,
     seeds_apart,
     tell_epoch,
+    with_repeats,
 )
 from fitkit.data.order import PART, Order, in_parts
 from fitkit.data.permutation import IndexBatches
@@ -78,6 +80,8 @@ def sharded(
             get equally many, and may exchange other things between two of them.
         samples_of: counts a batch's samples.
     """
+    if source.draws is None and isinstance(source, (LoaderSource, DrawnSource)):
+        source.draws = DataDraws(ranks.broadcast(key_of_state()))
     shard = _shard_of(source, ranks, training, replace_sampler, scatter, steps)
     shard.samples_of, shard.fills = samples_of, fills
     return shard if training else CountedSource(shard, samples_of)
@@ -328,11 +332,13 @@ class _DealtByIndex(_Shard):
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         order, seeds = self._begin(number)
         order.leave_out(skip)
+        first = skip + self.ranks.rank
         read = partial(
             self._read,
             is_computed=isinstance(order.groups, IndexBatches),
             number=number,
-            seeds=None if seeds is None else seeds_apart(seeds, skip + self.ranks.rank),
+            first=first,
+            seeds=None if seeds is None else seeds_apart(seeds, first),
         )
         if not self.training:
             return read(order.all(self._limit)[self.ranks.rank :: self.size])
@@ -355,8 +361,11 @@ class _DealtByIndex(_Shard):
         tell_epoch(source.loader, number)
         drawn = parts = None
         if is_first:
-            indices, seeds = begin_order(source.loader)
-            computed = computed_batches(source.loader)  # a seed instead of all indices
+            draws = source.pass_draws()
+            indices, seeds = begin_order(source.loader, draws)
+            indices = with_repeats(source.loader, indices)
+            with draws.drawing():
+                computed = computed_batches(source.loader)  # a seed instead of all indices
             # No further than the epoch needs: a sampler may have no end, and draw at each index.
             most = PART if self._limit is None else min(self._limit, PART)
             parts = in_parts(indices, max(source.steps or 0, most))
@@ -371,6 +380,7 @@ class _DealtByIndex(_Shard):
         *,
         is_computed: bool,
         number: int,
+        first: int,
         seeds: torch.Generator | None,
     ) -> Iterator[Any]:
         """Return the batches of these indices, without drawing more random numbers.
@@ -378,19 +388,25 @@ class _DealtByIndex(_Shard):
         Args:
             is_computed: whether they are tensors instead of a sampler's lists.
             number: the number of the pass.
+            first: the number of this rank's first batch in the pass.
             seeds: of this rank's workers; None for arrays.
         """
         source = self.source
         if isinstance(source, ArraySource):
             return source.read(chosen)
         assert seeds is not None
+        read = partial(
+            self._reader,
+            number=number,
+            seeds=seeds,
+            key=source.pass_draws().key,
+            batches=itertools.count(first, self.size),
+        )
         if reads_by_index(source.loader):
-            return self._reader(chosen, number, seeds)
+            return read(chosen)
         indices = map(torch.Tensor.tolist, chosen) if is_computed else iter(chosen)
-        first = list(itertools.islice(indices, 1))
-        if not first:
-            return iter(())
-        return marked(self._reader(itertools.chain(first, indices), number, seeds))
+        some = list(itertools.islice(indices, 1))
+        return marked(read(itertools.chain(some, indices))) if some else iter(())
 
 
 class _DealtDrawn(_Shard):
@@ -401,10 +417,11 @@ class _DealtDrawn(_Shard):
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         for loader in self.source.loaders:
             tell_epoch(loader, number)
-        orders, seeds = self.ranks.broadcast(self.source.draw() if self.ranks.rank == 0 else None)
-        first = skip + self.ranks.rank
+        draws, first = self.source.pass_draws(), skip + self.ranks.rank
+        drawn = self.source.draw(draws) if self.ranks.rank == 0 else None
+        orders, seeds = self.ranks.broadcast(drawn)
         mine = [order[first :: self.size] for order in orders]
-        batches = self.source.read(mine, number, seeds, place=first)
+        batches = self.source.read(mine, number, seeds, key=draws.key, place=first, step=self.size)
         return self._together(batches) if self.training else batches
 
 
@@ -447,7 +464,8 @@ class _ReadByAll(_Shard):
         self, number: int, skip: int, seeds: Callable[[torch.Generator], torch.Generator]
     ) -> Iterator[Any]:
         if isinstance(self.source, LoaderSource):
-            return self.source.batches_of_rank(number, skip, seeds)
+            place, step = (self.ranks.rank, self.size) if self._is_part else (0, 1)
+            return self.source.batches_of_rank(number, skip, seeds, place, step)
         return self.source.batches(number, skip)
 
     def _read_alike(self, number: int) -> tuple[Iterator[Any], bool]:
