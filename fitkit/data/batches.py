@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import re
@@ -13,7 +14,11 @@ import torch
 
 from fitkit import trees
 from fitkit.arguments import dtype_name
+<<<<<<< HEAD
 from fitkit.batch_kinds import kind_of
+=======
+from fitkit.data.draws import DataDraws, OrderNumbers, key_of_state
+>>>>>>> samples
 from fitkit.errors import ConfigurationError, warn
 from fitkit.progress import Progress
 from fitkit.random_states import kept_random_numbers, random_state, set_random_state
@@ -76,7 +81,13 @@ class Source:
         transfer: moves a batch to a device in the model's place; None leaves that to the model.
         lends: whether other code may have the memory of its batches.
         pins: whether a pinned tensor in its batches is a new one each time.
+        draws: what its passes draw with; None where no fit, and no other rank, reads it too.
+        draws_orders: whether its orders are drawn with `draws`. Others come from code of the
+            user's, which draws where it likes.
     """
+
+    draws: DataDraws | None = None
+    draws_orders = False
 
     lends = True
     pins = False
@@ -99,6 +110,16 @@ class Source:
     @property
     def whole(self) -> Any:
         return self
+
+    @property
+    def order_numbers(self) -> OrderNumbers | None:
+        """The numbers from which its orders are drawn, if they aren't the process's in any case."""
+        draws = self.whole.draws
+        return draws.numbers if draws is not None and self.whole.draws_orders else None
+
+    def pass_draws(self) -> DataDraws:
+        """Return what a new pass draws with: for one on its own, by the process's state."""
+        return DataDraws(key_of_state()) if self.draws is None else self.draws
 
     def sizes(self, skip: int) -> Iterator[int] | None:
         """Return the samples of each batch after the first `skip`; None if only the batches
@@ -321,7 +342,9 @@ class Stream:
         rest = None
         if not whole.repeatable:
             whole.iterable, rest = itertools.tee(whole.iterable)
-        with kept_random_numbers(self.generators):
+        numbers = self.source.order_numbers
+        kept = contextlib.nullcontext() if numbers is None else numbers.kept()
+        with kept, kept_random_numbers(self.generators):
             batch = self._first_with_rows()
             if batch is None and waiting is not None:  # the loader's own state is at its pass's end
                 batch = self._first_with_rows()
@@ -361,12 +384,15 @@ def _begin(source: Source, progress: Progress) -> Iterator[Any]:
     own, (began,) = source.own_state, progress.began
     if progress.batches and own is not None and own.waits:
         return source.batches(progress.number, progress.batches)
-    generators = source.generators
+    generators, numbers = source.generators, source.order_numbers
     if progress.batches and began is not None:
         with kept_random_numbers(generators):
             set_random_state(began, generators)
+            if numbers is not None:
+                numbers.start_here()
             return source.batches(progress.number, progress.batches)
-    progress.began = [random_state(generators)]
+    with contextlib.nullcontext() if numbers is None else numbers.drawing():
+        progress.began = [random_state(generators)]
     return source.batches(progress.number)
 
 

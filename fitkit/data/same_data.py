@@ -15,7 +15,8 @@ from fitkit.arguments import dtype_name
 from fitkit.batch_kinds import kind_of
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import Source
-from fitkit.data.sources import DrawnSource, LoaderSource, length_of
+from fitkit.data.drawn import DrawnSource
+from fitkit.data.sources import LoaderSource, length_of
 from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ConfigurationError
 from fitkit.tensors import bytes_of, is_dense

@@ -17,12 +17,22 @@ from typing import TYPE_CHECKING
 
 from fitkit.data.arrays import as_tensors, is_array, made_dense, samples_between
 from fitkit.data.batches import Batch, NoRows, Source, marked, unpack_batch
-from fitkit.data.loaders import ReadInOrder, begin_order, iterate, iterates_by_itself, seeds_apart
+from fitkit.data.drawn import DrawnSource, ReadByItself
+from fitkit.data.draws import DataDraws, key_within
+from fitkit.data.loaders import (
+    ReadInOrder,
+    begin_order,
+    iterate,
+    iterates_by_itself,
+    reads_by_index,
+    reads_samples,
+    seeds_apart,
+    with_repeats,
+)
+from fitkit.data.seeded import Keys, Seeded
 from fitkit.data.sharding import keeps_rows
 from fitkit.data.sources import (
-    DrawnSource,
     LoaderSource,
-    ReadByItself,
     check_data_type,
     length_of,
     make_source,
@@ -49,13 +59,16 @@ __all__ = [
     "Batch",
     "BatchTransform",
     "ChangesBatches",
+    "DataDraws",
     "DrawnSource",
     "EvaluateArguments",
     "HostCopies",
+    "Keys",
     "LoaderSource",
     "NoRows",
     "ReadByItself",
     "ReadInOrder",
+    "Seeded",
     "Source",
     "WholeBatch",
     "as_tensors",
@@ -66,6 +79,7 @@ __all__ = [
     "iterate",
     "iterates_by_itself",
     "keeps_rows",
+    "key_within",
     "length_of",
     "let_go",
     "made_dense",
@@ -74,8 +88,11 @@ __all__ = [
     "own_data",
     "predict_source",
     "reading_on_ranks",
+    "reads_by_index",
+    "reads_samples",
     "samples_between",
     "seeds_apart",
     "surroundings",
     "unpack_batch",
+    "with_repeats",
 ]

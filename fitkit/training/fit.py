@@ -18,6 +18,7 @@ from fitkit.callbacks.progress import with_built_in
 from fitkit.compilation import Compilation
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import Batch, NoRows, Source, Stream, in_groups
+from fitkit.data.draws import DataDraws, draws_of_fit
 from fitkit.data.sources import set_label
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Strategy
@@ -101,6 +102,11 @@ class Fit:
         compilation.trained(model).place(self.strategy, for_training=True)
         shares = self.strategy.data_ranks.world_size
         per_epoch = arguments.steps_per_epoch
+        first, resumed = arguments.initial_epoch, arguments.resumed
+        self.draws: DataDraws = draws_of_fit(resumed, self.collectives)
+        arguments.source.draws = self.draws
+        for name, source in arguments.held_out.items():
+            source.draws = self.draws.within("validation", name)
         self.source: Source = rank_source(
             model,
             arguments.source,
@@ -113,10 +119,10 @@ class Fit:
             name: rank_source(model, source, training=False, steps=arguments.validation_steps)
             for name, source in arguments.held_out.items()
         }
-        first, resumed = arguments.initial_epoch, arguments.resumed
         self.progress: Progress = Progress(epoch=first, number=first, shares=shares)
         if resumed is not None:
             self.progress = resumed.for_rank(self.collectives.rank, shares)
+        self.draws.go_on(self.progress)
         self.stream: Stream = Stream(self.source, self.progress, arguments.steps_per_epoch)
         if resumed is not None:
             self._continue_in_data(resumed)
@@ -598,7 +604,7 @@ class Fit:
             # Ranks that see the same data have noted the same values.
             noted = [*progress.noted, *self.strategy.log_ranks.gather(own)]
         drawn = random_state(self.stream.generators, self._replicas)
-        everyones = self.collectives.gather((*progress.began, drawn))
+        everyones = self.collectives.gather((*progress.began, drawn, self.draws.state()))
         history = History()
         history.load_state_dict(self.history.state_dict())
         if self.logs is not None and progress.epoch - 1 not in history.epoch:
@@ -607,9 +613,10 @@ class Fit:
         begins_pass = self.logs is not None and self.arguments.steps_per_epoch is None
         return dataclasses.replace(
             progress,
-            began=[began for began, _ in everyones],
+            began=[began for began, _, _ in everyones],
             noted=noted,
-            random=[random for _, random in everyones],
+            random=[random for _, random, _ in everyones],
+            orders=[orders for _, _, orders in everyones],
             seed=getattr(self.source.whole, "seed", None),
             loader=self.stream.loader_state(ends_pass=begins_pass),
             history=history.state_dict(),
