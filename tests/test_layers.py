@@ -94,7 +94,7 @@ FACES = {
     "callbacks/history.py": {"pictures"},
     "distributed/devices.py": {"xla_adapters"},
     "parameter_groups.py": {"layer_depths"},
-    "model.py": {"export", "pictures", "predictions", "streamed_predictions", "summary"},
+    "model.py": {"export", "intervals", "pictures", "predictions", "streamed_predictions", "summary"},
     "distributed/strategies/ddp.py": {"comm_hooks"},
     "training/compiler.py": {"jit"},
     "training/fit.py": {"sync_batchnorm"},

@@ -14,20 +14,24 @@ Example:
 """
 
 from fitkit.metrics import CompiledMetrics
-from fitkit.metrics.conversions import as_given, matched
-from fitkit.metrics.group import MetricSpec
+from fitkit.metrics.conversions import FirstBatch, as_given, matched
+from fitkit.metrics.group import MetricSpec, OutputGroup
 from fitkit.metrics.named import NAMES as METRICS
 from fitkit.metrics.named import Named
+from fitkit.metrics.sums import Batch as MetricBatch
 from fitkit.metrics.sums import Mean
 from fitkit.record import LogOptions
 
 __all__ = [
     "METRICS",
     "CompiledMetrics",
+    "FirstBatch",
     "LogOptions",
     "Mean",
+    "MetricBatch",
     "MetricSpec",
     "Named",
+    "OutputGroup",
     "as_given",
     "matched",
 ]
