@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from fitkit import model_names, trees
 from fitkit.accelerators import is_accelerator
-from fitkit.arguments import check_flag, describe, only_known_arguments
+from fitkit.arguments import check_flag, check_number, describe, only_known_arguments
 from fitkit.callbacks.callback_list import Callbacks
 from fitkit.callbacks.history import History, Results
 from fitkit.compilation import (
@@ -564,6 +564,7 @@ class Model(Module):
         steps: int | None = None,
         callbacks: Callbacks = None,
         return_dict: Literal[True],
+        interval: float | None = None,
     ) -> dict[str, Any]: ...
 
     @overload
@@ -578,6 +579,7 @@ class Model(Module):
         steps: int | None = None,
         callbacks: Callbacks = None,
         return_dict: bool = False,
+        interval: float | None = None,
     ) -> Any: ...
 
     @only_known_arguments
@@ -592,6 +594,7 @@ class Model(Module):
         steps: int | None = None,
         callbacks: Callbacks = None,
         return_dict: bool = False,
+        interval: float | None = None,
     ) -> Any:
         """Compute the loss and metrics over a data set, in evaluation mode, without gradients.
 
@@ -601,6 +604,10 @@ class Model(Module):
             steps: the number of batches to read. Default None: all.
             callbacks: callbacks whose test hooks are called.
             return_dict: whether to return a dict of values by name. Default False.
+            interval: with `return_dict`, a level such as 0.95: beside each value stands
+                `<name>_interval`, low and high, which has the mean over all samples of the kind
+                so often. It is None for what isn't a mean over samples, such as `"auroc"`.
+                Default None: no intervals.
 
         Returns:
             The loss as a float. With metrics, a list `[loss, metric, …]` in the order of
@@ -614,6 +621,11 @@ class Model(Module):
             {'loss': 1.0, 'mae': 1.0}
         """
         return_dict = check_flag("return_dict", return_dict)
+        interval = check_number("interval", interval, above=0, below=1, optional=True)
+        if interval is not None and not return_dict:
+            raise ConfigurationError(
+                f"interval={interval} adds values by name. Write return_dict=True, too."
+            )
         arguments = EvaluateArguments(
             x=x,
             y=y,
@@ -628,7 +640,13 @@ class Model(Module):
             check_is_one_set(x)
         with computing(self, "evaluate"):
             arguments = _prepared(self, "evaluate", arguments)
-            values = self._launcher().launch("evaluate", run_evaluate, self, arguments)
+            run = partial(self._launcher().launch, "evaluate", run_evaluate, self, arguments)
+            if interval is None:
+                values = run()
+            else:
+                from fitkit.extras.intervals import with_intervals
+
+                values = with_intervals(self, interval, run)
         return _as_asked(values, return_dict)
 
     @overload

@@ -14,11 +14,8 @@ import torch
 
 from fitkit import trees
 from fitkit.arguments import dtype_name
-<<<<<<< HEAD
 from fitkit.batch_kinds import kind_of
-=======
 from fitkit.data.draws import DataDraws, OrderNumbers, key_of_state
->>>>>>> samples
 from fitkit.errors import ConfigurationError, warn
 from fitkit.progress import Progress
 from fitkit.random_states import kept_random_numbers, random_state, set_random_state

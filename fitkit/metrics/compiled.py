@@ -71,6 +71,16 @@ class CompiledMetrics:
         return bool(self._given)
 
     @property
+    def groups(self) -> Mapping[Hashable, OutputGroup] | None:
+        """The metrics of each output that has some; None before `start`."""
+        return self._groups
+
+    def add_group(self, output: Hashable, group: OutputGroup) -> None:
+        """Add those of a net's only output, which has none yet. Call it after `start`."""
+        self._groups = {output: group}
+        self.only = group
+
+    @property
     def known_names(self) -> list[str]:
         """The names that a net with a single output logs, as far as they are known now."""
         given = [spec for specs in self._given for spec in specs.for_unnamed_output()]

@@ -84,6 +84,13 @@ class OutputGroup:
         self._is_first = True
         self._is_up_to_date = False
 
+    def add(self, name: str, sums: Mean) -> None:
+        """Add further sums of what this output gets, before its first batch."""
+        self.sums[name] = sums
+        (self._joined if sums.joins else self._each)[name] = sums
+        self.sees_each = bool(self._each)
+        self._needs_weight = self._needs_weight or sums.weighted
+
     def update(self, prediction: Any, target: Any, weight: Tensor | None) -> None:
         """Add a batch, without gradients."""
         if self._joined:  # before the user's code, which may write into predictions

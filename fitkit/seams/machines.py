@@ -1,4 +1,4 @@
-"""What a machine has, and who started this process.
+"""What a machine has, who started this process, and how it starts others.
 
 Example:
     >>> from fitkit.seams.machines import Machine, usable_cores

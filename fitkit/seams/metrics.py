@@ -15,9 +15,10 @@ Example:
 
 from fitkit.metrics import CompiledMetrics
 from fitkit.metrics.conversions import FirstBatch, as_given, distributions, matched
-from fitkit.metrics.group import MetricSpec
+from fitkit.metrics.group import MetricSpec, OutputGroup
 from fitkit.metrics.named import NAMES as METRICS
 from fitkit.metrics.named import Named
+from fitkit.metrics.sums import Batch as MetricBatch
 from fitkit.metrics.sums import Mean, Values
 from fitkit.record import LogOptions
 
@@ -27,8 +28,10 @@ __all__ = [
     "FirstBatch",
     "LogOptions",
     "Mean",
+    "MetricBatch",
     "MetricSpec",
     "Named",
+    "OutputGroup",
     "Values",
     "as_given",
     "distributions",
