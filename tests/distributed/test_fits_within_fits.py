@@ -21,9 +21,7 @@ STRATEGIES = {
 
 def compiled(strategy, net=None):
     model = fitkit.Model(dense(4, 3, 1) if net is None else net)
-    model.compile(
-        "sgd", "mse", learning_rate=0.05, accelerator="cpu", devices=2, strategy=strategy
-    )
+    model.compile("sgd", "mse", learning_rate=0.05, accelerator="cpu", devices=2, strategy=strategy)
     return model
 
 

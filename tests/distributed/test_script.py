@@ -242,9 +242,7 @@ SAVES = """
 """
 
 
-@pytest.mark.parametrize(
-    "by_torchrun", [pytest.param(False, marks=pytest.mark.slow), True]
-)
+@pytest.mark.parametrize("by_torchrun", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_every_rank_reads_what_rank_0_has_saved(start, tmp_path, by_torchrun):
     script = SAVES.replace("compiled()", "compiled(strategy='ddp')")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py")

@@ -224,8 +224,7 @@ def test_an_estimator_that_was_copied_learns_on(way):
     sklearn = pytest.importorskip("fitkit.sklearn")
     x, y = X.numpy(), Y.numpy().ravel()
     one, other = (
-        sklearn.Regressor(dense(4, 1), random_state=0, epochs=2, verbose=0)
-        for _ in range(2)
+        sklearn.Regressor(dense(4, 1), random_state=0, epochs=2, verbose=0) for _ in range(2)
     )
     one.fit(x, y), other.fit(x, y)
     made = WAYS[way](one)

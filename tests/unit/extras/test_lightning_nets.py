@@ -186,9 +186,7 @@ def test_a_resumed_training_equals_an_uncut_one(kind, tmp_path):
         model.fit(data, validation_data=held_out, epochs=3, verbose=0, callbacks=Stops())
     fresh, _ = made(getattr(modules, kind), seed=5)
     again = model_of(fresh)
-    again.fit(
-        data, validation_data=held_out, epochs=3, verbose=0, resume_from=tmp_path / "cut.h5"
-    )
+    again.fit(data, validation_data=held_out, epochs=3, verbose=0, resume_from=tmp_path / "cut.h5")
     assert_equal_weights(fresh, uncut)
     # A metric's sum in float32 is added up in two parts.
     for name, values in whole.history.history.items():

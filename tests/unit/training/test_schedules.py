@@ -170,9 +170,7 @@ def test_a_rate_before_the_end_of_a_warm_up_is_not_taken_for_the_rate(tmp_path):
         ),
         (
             functools.partial(lr_scheduler.OneCycleLR, max_lr=0.3),
-            lambda optimizer: lr_scheduler.OneCycleLR(
-                optimizer, 0.3, total_steps=EPOCHS * BATCHES
-            ),
+            lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=EPOCHS * BATCHES),
         ),
         (
             functools.partial(lr_scheduler.CosineAnnealingLR, T_max=2),
