@@ -23,6 +23,7 @@ from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import evaluation_stage
 from fitkit.module import Module
+from fitkit.pulse import heard
 from fitkit.samples import samples_of
 from fitkit.tensors import is_dense
 from fitkit.training.compiler import PassSteps, Take, compiler_of
@@ -365,7 +366,8 @@ class EvaluationPass:
         advance: Callable[[Batch, int], Outcome | None] = self._first
         index, empty = -1, 0
         with self:
-            batches = self._step.mover.bring_each(self._step.looking(iter(mine)))
+            read = heard(iter(mine), context.name)
+            batches = self._step.mover.bring_each(self._step.looking(read))
             for group in in_groups(batches, model._fitkit.compilation.given.steps_per_execution):
                 has_rows = False
                 for index, batch in group:

@@ -29,6 +29,7 @@ from fitkit.module import Module
 from fitkit.optimizers import warn_of_flags
 from fitkit.printing import say
 from fitkit.progress import Progress
+from fitkit.pulse import heard
 from fitkit.random_states import kept_random_numbers, random_state, set_random_state
 from fitkit.training import unsaved
 from fitkit.training.batch_changes import BatchChanges, batch_transforms_of
@@ -334,7 +335,8 @@ class Fit:
         looks = validates or stopping.asks or users_look(callbacks, "train")
         index, empty = done - 1, 0
         with as_current(model, context):
-            batches = step.mover.bring_each(step.looking(self.stream.epoch(done)))
+            read = heard(self.stream.epoch(done), "training", epoch, done)
+            batches = step.mover.bring_each(step.looking(read))
             if self.batch_transforms is not None:
                 batches = self.batch_transforms.each(batches, done)
             batches = update.peekable(batches)
