@@ -185,7 +185,7 @@ VALUES = [
         "training/log.py",
         "            self._read += number * count\n",
         "            self._read += number\n",
-        (f"{UNIT}/training/test_outcomes.py", f"{UNIT}/training/test_no_waiting.py"),
+        (f"{UNIT}/extras/jit/test_compiled_step.py", "-k", "several_steps_in_one_call"),
     ),
     Mutant(
         "an epoch begins with no sums of the one before",
@@ -239,7 +239,7 @@ DATA = [
         "training/evaluate.py",
         "                batch.is_lent = True  # it may come again\n",
         "                batch.is_lent = False\n",
-        (f"{RANKS}/test_fsdp.py", "-k", "in_step"),
+        (f"{UNIT}/training/test_evaluate.py", "-k", "in_step"),
     ),
     Mutant(
         "whoever gets a batch may write into its inputs",
