@@ -695,11 +695,12 @@ UNTRAINABLE = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=() if case == "adafactor" else pytest.mark.slow)
+        case
         for case in UNTRAINABLE
         if case != "compiled part"  # workers would get it as it was before
     ],
 )
+@pytest.mark.slow
 def test_what_cannot_be_trained_so_is_refused(case):
     make, options, message = UNTRAINABLE[case]
     model = make()

@@ -377,7 +377,11 @@ def raise_mine():
     ("act", "words"),
     [
         (raise_mine, r"Rank 1 failed: KeyError: 'mine'"),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "Rank 1 was ended by SIGKILL"),
+        pytest.param(  # test_faults.py has one whose data workers live on
+            lambda: os.kill(os.getpid(), signal.SIGKILL),
+            "Rank 1 was ended by SIGKILL",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(lambda: os._exit(3), "Rank 1 left with status 3", marks=pytest.mark.slow),
         pytest.param(lambda: sys.exit(0), "Rank 1 failed: SystemExit", marks=pytest.mark.slow),
     ],
