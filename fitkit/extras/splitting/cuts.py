@@ -91,8 +91,9 @@ class Cuts:
         if self._sizes.get(shapes) == sizes:
             return
         self._sizes[shapes] = sizes
-        if self._model._fitkit.fit_state.run is not None and self._verb == "fit":
-            self._model.history.params["parts"] = self.parts  # the callbacks share this dict
+        history = self._model.history
+        if self._verb == "fit" and self._model._fitkit.fit_state.run is not None and history:
+            history.params["parts"] = self.parts  # the callbacks share this dict
         if self._said:
             return
         self._said = True

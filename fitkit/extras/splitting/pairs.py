@@ -9,7 +9,7 @@ import torch
 from fitkit import trees
 from fitkit.errors import is_out_of_memory
 from fitkit.seams.losses import undone
-from fitkit.seams.steps import CompiledStep, Outcome
+from fitkit.seams.steps import CompiledStep, Outcome, OwnStep
 
 WITHIN = 1e-5
 """How far the two may be apart, of their size. Rounding gives 1e-7, losses over pairs 6e-5 to 1."""
@@ -24,7 +24,8 @@ class JoinedLoss:
         step: computes the loss.
     """
 
-    def __init__(self, step: CompiledStep) -> None:
+    def __init__(self, step: CompiledStep | OwnStep) -> None:
+        assert isinstance(step, CompiledStep)
         assert step.loss is not None
         self._loss, self._may_count = step.loss, step.may_count
         self._values: list[list[Any]] = []  # of each part: outputs, targets and weights
@@ -44,7 +45,7 @@ class JoinedLoss:
         parts = [outcome.outputs, outcome.target, outcome.weight]
         self._values.append(trees.map_leaves(_detached, parts))
         self._samples.append(samples)
-        terms = [(term.value, term.count, term.scale) for term in outcome.terms]
+        terms: list[Any] = [(term.value, term.count, term.scale) for term in outcome.terms]
         self._means.append(
             [
                 (value.item(), float(samples if count is None else count), scale)

@@ -160,7 +160,8 @@ class Logs:
         Args:
             is_new: whether no earlier attempt has recorded the part.
         """
-        context, self._notes = self._context, []
+        context: Any = self._context
+        self._notes = []
         logged, batch = context.logged, context.batch
         context.logged, context.batch, context.is_silent = self, part, not is_new
         try:
