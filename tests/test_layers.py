@@ -98,6 +98,7 @@ FACES = {
     "losses/class_weights.py": {"class_weights"},
     "losses/loss.py": {"class_labels", "summing_losses"},
     "losses/own.py": {"own_loss"},
+    "metrics/torchmetrics_adapter.py": {"torchmetrics_objects"},
     "model.py": {"export", "pictures", "predictions", "streamed_predictions", "summary"},
     "distributed/strategies/ddp.py": {"comm_hooks", "sparse_gradients"},
     "training/batch_changes.py": {"batch_transforms"},
