@@ -14,9 +14,9 @@ from torch import Tensor
 from fitkit.errors import ConfigurationError
 from fitkit.outputs import EMPTY_MEAN
 from fitkit.seams.metrics import (
-    Batch,
     Conversion,
     FirstBatch,
+    MetricBatch,
     State,
     Task,
     as_given,
@@ -92,7 +92,7 @@ class TorchMetric:
         return self.samples > 0
 
     @outside_inference()
-    def update(self, batch: Batch) -> None:
+    def update(self, batch: MetricBatch) -> None:
         """Add a batch; weights don't count."""
         pair = batch.prediction, batch.target
         if self.conversion is not None:

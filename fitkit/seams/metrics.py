@@ -30,18 +30,19 @@ from fitkit.metrics.conversions import (
 from fitkit.metrics.group import MetricSpec
 from fitkit.metrics.named import NAMES as METRICS
 from fitkit.metrics.named import Named
-from fitkit.metrics.sums import Batch, Mean, State, Values, outside_inference
+from fitkit.metrics.sums import Batch as MetricBatch
+from fitkit.metrics.sums import Mean, State, Values, outside_inference
 from fitkit.metrics.torchmetrics_adapter import is_torchmetric
 from fitkit.record import LogOptions
 
 __all__ = [
     "METRICS",
-    "Batch",
     "CompiledMetrics",
     "Conversion",
     "FirstBatch",
     "LogOptions",
     "Mean",
+    "MetricBatch",
     "MetricSpec",
     "Named",
     "State",
