@@ -27,7 +27,6 @@ import torch
 from fitkit import trees
 from fitkit.batch_kinds import BatchKind, kind_of
 from fitkit.errors import warn
-from fitkit.shortcuts import Shortcut
 
 SAYS = ("samples", "num_graphs", "batch_size")
 """What a batch's own number is called."""
@@ -113,27 +112,7 @@ def samples_in(x: Any, y: Any) -> int:
 
 def samples_of(batch: Any) -> int:
     """Return the number of samples in a batch of any structure."""
-    rows = plain_rows(batch)
-    return counted(batch).samples if rows is None else rows
-
-
-ROWS_COUNTED = Shortcut("plain tensors' samples counted by their rows")
-
-
-def plain_rows(batch: Any) -> int | None:
-    """Return the rows of inputs, and of targets if there are any, that are plain tensors; else
-    None.
-    """
-    kind = type(batch)
-    if not ROWS_COUNTED.is_on or (kind is not tuple and kind is not list) or not batch:
-        return None
-    x, *rest = batch
-    if rest[MOST_PARTS - 1 :] or (kind is list and not rest):
-        return None
-    y = rest[0] if rest else x
-    if type(x) is not torch.Tensor or type(y) is not torch.Tensor or x.is_nested or y.is_nested:
-        return None
-    return y.shape[0] if x.ndim and y.ndim and x.shape[0] == y.shape[0] else None
+    return counted(batch).samples
 
 
 def counted_in(x: Any, y: Any) -> Counted:
@@ -148,8 +127,11 @@ def counted(batch: Any) -> Counted:
     is_batch = isinstance(batch, (tuple, list)) and kind_of(batch) is None
     if not is_batch or not 1 <= len(batch) <= MOST_PARTS:
         return _counted([("batch", batch)])
-    if len(batch) > 1 and type(batch) in (tuple, list) and _agree(batch[1], batch[0]):
-        return Counted(batch[1].shape[0])
+    has_target = len(batch) > 1
+    # A list of one entry may be a list of samples.
+    has_parts = type(batch) is tuple or (type(batch) is list and has_target)
+    if has_parts and _agree(batch[has_target], batch[0]):
+        return Counted(batch[0].shape[0])
     if (number := said_by(batch)) is not None:
         return Counted(number)
     found = reading(batch)
@@ -160,7 +142,7 @@ def counted(batch: Any) -> Counted:
     # Targets before inputs; a batch's third entry is asked last.
     named = [("y", part) for part in batch[1:2] if part is not None]
     named += [("x", batch[0]), *(("its third entry", part) for part in batch[2:])]
-    return _counted(named, has_target=len(batch) > 1)
+    return _counted(named, has_target=has_target)
 
 
 def _agree(y: Any, x: Any) -> bool:

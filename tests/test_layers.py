@@ -102,6 +102,7 @@ FACES = {
     "losses/class_weights.py": {"class_weights"},
     "losses/loss.py": {"class_labels", "summing_losses"},
     "losses/own.py": {"own_loss"},
+    "metrics/torchmetrics_adapter.py": {"torchmetrics_objects"},
     "model.py": {
         "export",
         "intervals",

@@ -395,12 +395,6 @@ def _cut(leaf: Any, start: int, stop: int) -> Any:
     return leaf[start:stop] if kind is None else kind.rows(leaf, start, stop)
 
 
-MOST_AT_ONCE = 2**22
-"""How many bytes of batches are selected at once, at most.
-
-A compiled step of a net 32-64-10 takes 0.9 of the time if 32 batches are selected at once.
-"""
-
 MOST_COPIED = 2**18
 """How many bytes of batches are copied in their order at once, at most, unless one batch has more.
 
@@ -433,7 +427,6 @@ def fingerprints(tree: Any) -> dict[str, str]:
     return found
 
 
-SELECTED_AHEAD = Shortcut("rows of several batches selected at once")
 COPIED_AHEAD = Shortcut("several batches copied at once, in their order")
 
 
@@ -444,10 +437,6 @@ class ArraySource(Source):
         batch: `(x,)`, `(x, y)` or `(x, y, weight)`: trees of tensors of shape (N, ...).
         batch_size: samples per batch. The last batch may be shorter.
         shuffle: True for a new order each pass, `"batch"` to permute within each batch only.
-
-    Attributes:
-        ahead: how many batches may be selected at once. So many are read without a call of code
-            that might change the tensors.
 
     The order of pass `p` follows from `p` and a seed, which is drawn from torch's global generator
     at the first shuffled pass. Nothing else draws from that generator. For `permutation.MANY` or
@@ -466,7 +455,6 @@ class ArraySource(Source):
         self.steps: int = -(-self.samples // batch_size)
         self.seed: int | None = None
         self._flat = all(isinstance(part, torch.Tensor) and is_dense(part) for part in batch)
-        self.ahead = 1
 
     @property
     def target(self) -> Any:
@@ -488,24 +476,7 @@ class ArraySource(Source):
 
     def read(self, chosen: Iterable[torch.Tensor]) -> Iterator[Any]:
         """Return the batches of these samples."""
-        at_once = min(self.ahead, MOST_AT_ONCE // self._batch_bytes())
-        if at_once > 1 and SELECTED_AHEAD.is_on:
-            return self._read_ahead(iter(chosen), at_once)
         return (self.take(indices) for indices in self._near(chosen))
-
-    def _read_ahead(self, chosen: Iterator[torch.Tensor], at_once: int) -> Iterator[Any]:
-        while block := list(itertools.islice(chosen, at_once)):
-            rows, lengths = torch.cat(block), [part.shape[0] for part in block]
-            picked = [_apart(select_rows(tensor, rows), lengths) for tensor in self.batch]
-            yield from zip(*picked, strict=True)
-
-    def _batch_bytes(self) -> int:
-        """Return the memory of a batch whose rows are selected on a CPU; a very large number for
-        others.
-        """
-        if not self._flat or not all(part.is_cpu for part in self.batch):
-            return 2**63
-        return trees.tensor_bytes(self.batch) // max(self.steps, 1) + 1
 
     def _in_order(self, skip: int) -> Iterator[Any]:
         size, samples = self.batch_size or 1, self.samples or 0
@@ -564,18 +535,16 @@ class ArraySource(Source):
         return self.seed
 
 
-def _apart(tensor: torch.Tensor, rows: int | list[int]) -> Sequence[torch.Tensor]:
+def _apart(tensor: torch.Tensor, rows: int) -> Sequence[torch.Tensor]:
     """Cut a new tensor into batches, which may be written into as if each were alone.
 
     Torch's `split` gives views. It refuses some writes into them, and counts others as writes into
     all of them, so that a graph of an earlier batch could no longer be differentiated.
 
     Args:
-        rows: those of each batch, or of all but the last.
+        rows: those of each batch but the last.
     """
-    if isinstance(rows, int):
-        return torch.unsafe_split(tensor, rows)
-    return torch.unsafe_split_with_sizes(tensor, rows)
+    return torch.unsafe_split(tensor, rows)
 
 
 def select_rows(tensor: Any, chosen: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from fitkit.data.draws import DataDraws, OrderNumbers, key_of_state
 from fitkit.errors import ConfigurationError, warn
 from fitkit.progress import Progress
 from fitkit.random_states import kept_random_numbers, random_state, set_random_state
-from fitkit.samples import plain_rows, said_by
+from fitkit.samples import said_by
 from fitkit.samples import samples_of as samples_of
 
 COLLATE_ERRORS = {
@@ -227,8 +227,7 @@ class CountedSource(Source):
             if data is NoRows:
                 yield data
             else:
-                rows = plain_rows(data)
-                samples = samples_of(data) if rows is None else rows
+                samples = samples_of(data)
                 yield Batch(data, samples, samples, is_lent)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,13 +14,12 @@ from fitkit.errors import ConfigurationError, FitkitError
 from fitkit.metrics.conversions import FirstBatch, as_given, next_places
 from fitkit.metrics.named import NAMES, Named
 from fitkit.metrics.sums import Batch, CallableMean, Mean, State, Values, changeable
-from fitkit.metrics.torchmetrics_adapter import (
-    TorchMetric,
-    is_torchmetric,
-    wrap_object,
-)
+from fitkit.metrics.torchmetrics_adapter import is_torchmetric, wrap_object
 from fitkit.shortcuts import Shortcut
 from fitkit.trees import tensors
+
+if TYPE_CHECKING:
+    from fitkit.extras.torchmetrics_objects import TorchMetric
 
 MOST_BATCHES = 256
 """The most batches to join. An update of torchmetrics then costs 2 µs per batch, not 80."""

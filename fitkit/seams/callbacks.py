@@ -34,6 +34,15 @@ from fitkit.callbacks.base import (
 from fitkit.callbacks.batch_sizes import SetsBatchSize, value_in
 from fitkit.callbacks.callback_list import CALLBACKS, Callbacks
 from fitkit.callbacks.checkpoint_writer import CheckpointWriter
+from fitkit.callbacks.display import (
+    Metrics,
+    Moment,
+    duration,
+    encodable,
+    is_terminal,
+    short_count,
+    speed,
+)
 from fitkit.callbacks.monitor import Monitor
 from fitkit.training.validation_names import validation_name
 
@@ -44,15 +53,22 @@ __all__ = [
     "Callbacks",
     "CheckpointWriter",
     "Logs",
+    "Metrics",
+    "Moment",
     "Monitor",
     "SetsBatchSize",
     "batches_of_call",
+    "duration",
+    "encodable",
     "from_all_ranks",
     "from_rank_zero",
     "is_multiple_in",
+    "is_terminal",
     "print_on_rank_zero",
     "run_of",
     "share_buffers",
+    "short_count",
+    "speed",
     "validation_name",
     "value_in",
 ]

@@ -14,17 +14,31 @@ Example:
 """
 
 from fitkit.metrics import CompiledMetrics
-from fitkit.metrics.conversions import FirstBatch, as_given, distributions, matched
+from fitkit.metrics.conversions import (
+    Conversion,
+    FirstBatch,
+    Task,
+    as_given,
+    chosen_labels,
+    columns,
+    distributions,
+    matched,
+    matched_if_alike,
+    probabilities_and_labels,
+    scores_and_labels,
+)
 from fitkit.metrics.group import MetricSpec, OutputGroup
 from fitkit.metrics.named import NAMES as METRICS
 from fitkit.metrics.named import Named
 from fitkit.metrics.sums import Batch as MetricBatch
-from fitkit.metrics.sums import Mean, Values
+from fitkit.metrics.sums import Mean, State, Values, outside_inference
+from fitkit.metrics.torchmetrics_adapter import is_torchmetric
 from fitkit.record import LogOptions
 
 __all__ = [
     "METRICS",
     "CompiledMetrics",
+    "Conversion",
     "FirstBatch",
     "LogOptions",
     "Mean",
@@ -32,8 +46,17 @@ __all__ = [
     "MetricSpec",
     "Named",
     "OutputGroup",
+    "State",
+    "Task",
     "Values",
     "as_given",
+    "chosen_labels",
+    "columns",
     "distributions",
+    "is_torchmetric",
     "matched",
+    "matched_if_alike",
+    "outside_inference",
+    "probabilities_and_labels",
+    "scores_and_labels",
 ]

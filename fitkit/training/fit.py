@@ -16,7 +16,6 @@ from fitkit.callbacks.callback_list import report_error
 from fitkit.callbacks.monitor import why_none
 from fitkit.callbacks.progress import with_built_in
 from fitkit.compilation import Compilation
-from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import Batch, NoRows, Source, Stream, in_groups
 from fitkit.data.draws import DataDraws, draws_of_fit
 from fitkit.data.sources import set_label
@@ -114,8 +113,6 @@ class Fit:
             training=True,
             steps=None if per_epoch is None else per_epoch * shares,
         )
-        if isinstance(self.source.whole, ArraySource):
-            self.source.whole.ahead = compilation.given.steps_per_execution
         self.held_out: dict[str, Source] = {
             name: rank_source(model, source, training=False, steps=arguments.validation_steps)
             for name, source in arguments.held_out.items()

@@ -97,7 +97,7 @@ def one_by_one(verb, *names):
 LIMITS = {
     "a loader of a TensorDataset, Adam and accuracy by name": (from_loader, 300),
     "the same with three metrics": (lambda: from_loader(("accuracy", "f1", "recall")), 380),
-    "the same without metrics": (lambda: from_loader(()), 280),
+    "the same without metrics": (lambda: from_loader(()), 284),
     "arrays, Adam and accuracy by name": (from_arrays, 286),
     "evaluate on arrays": (evaluated, 65),
     "predict on arrays": (predicted, 41),

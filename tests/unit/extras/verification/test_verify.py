@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import fitkit
+from fitkit.samples import Counted
 from tests import nets
 from tests.reference import compiled, copied_state, is_same, plain_loop
 
@@ -358,7 +359,7 @@ def as_lists(rows):
 def test_a_wrong_count_of_samples_is_found(collate, wrong, monkeypatch):
     """verify counts by itself: by rows, or by the samples that the data set gave."""
     if wrong:
-        monkeypatch.setattr("fitkit.data.batches.plain_rows", lambda _: 1)
+        monkeypatch.setattr("fitkit.training.parts_of_batches.counted", lambda _: Counted(1))
         monkeypatch.setattr("fitkit.extras.verification.trials.samples_of", lambda _: 1)
     if collate is None:
         model = fitkit.Model(torch.nn.Linear(3, 1))

@@ -8,10 +8,10 @@ import torch
 import torchmetrics
 from torchmetrics import classification, regression
 
+from fitkit.extras.torchmetrics_objects import update_owner
 from fitkit.metrics import CompiledMetrics
 from fitkit.metrics import group as waiting
 from fitkit.metrics import torchmetrics_adapter as adapter
-from fitkit.metrics.torchmetrics_adapter import update_owner
 from fitkit.outputs import LossHint
 
 CLASSES, LABELS = LossHint("probabilities", "classes"), LossHint("probabilities", "binary")
