@@ -31,7 +31,7 @@ from fitkit.checkpoint.container import write_container
 from fitkit.checkpoint.folders import INDEX, SHARD, UnfinishedFolder
 from fitkit.checkpoint.remote import is_url, refuse_url
 from fitkit.checkpoint.sharded_folder import Content, plan_shards, spread_alone, write_shard
-from fitkit.distributed.collectives import Collectives, together
+from fitkit.distributed.collectives import Collectives, done_by_rank_zero, together
 from fitkit.errors import CheckpointError, ConfigurationError, warn
 from fitkit.fit_state import Run
 from fitkit.module import Module
@@ -76,11 +76,11 @@ class FolderByThreads:
         leads = self._rank == 0
         self._folder: UnfinishedFolder | None = None
 
-        def begin() -> Path | None:
-            self._folder = UnfinishedFolder(path) if leads else None
-            return None if self._folder is None else self._folder.place
+        def begin() -> Path:
+            self._folder = UnfinishedFolder(path)
+            return self._folder.place
 
-        self._place = collectives.broadcast(together(collectives, begin))
+        self._place = done_by_rank_zero(collectives, begin)
         try:
             shard = plan_shards(path, tensors if leads else spread_alone(tensors), collectives)
             self._document, arrays = content.index(tensors) if leads else ({}, [])

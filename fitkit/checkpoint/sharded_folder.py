@@ -59,7 +59,7 @@ from fitkit.checkpoint.safetensors_file import (
     write_tensors,
 )
 from fitkit.checkpoint.weights import collect_weights
-from fitkit.distributed.collectives import Collectives, Solo, together
+from fitkit.distributed.collectives import Collectives, Solo, done_by_rank_zero, together
 from fitkit.distributed.in_place import is_spread
 from fitkit.errors import CheckpointError, FitkitError
 
@@ -133,16 +133,15 @@ def save_folder(
     tensors = content.tensors(collectives.broadcast(content.ties))
     made: list[UnfinishedFolder] = []
 
-    def begin() -> Path | None:
-        if leads:
-            made.append(UnfinishedFolder(path))
-        return made[0].place if made else None
+    def begin() -> Path:
+        made.append(UnfinishedFolder(path))
+        return made[0].place
 
     def write_index(files: dict[str, str]) -> None:
         document, arrays = content.index(tensors)
         write_container(place / INDEX, {**document, "files": files}, arrays)
 
-    place = collectives.broadcast(together(collectives, begin))
+    place = done_by_rank_zero(collectives, begin)
     try:
         write_shards(
             os.fspath(path),
