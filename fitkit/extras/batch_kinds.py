@@ -21,7 +21,8 @@ class Packed(BatchKind):
 
     def move(self, entry: PackedSequence, device: torch.device, dtype: torch.dtype) -> Any:
         # Torch's own `to` leaves the sizes on the CPU, where recurrent layers need them.
-        return entry.to(device, dtype) if entry.data.is_floating_point() else entry.to(device)
+        to: Any = entry.to
+        return to(device, dtype) if entry.data.is_floating_point() else to(device)
 
     def join(self, entries: list[PackedSequence]) -> PackedSequence:
         sequences = [one for entry in entries for one in unpack_sequence(entry)]

@@ -524,12 +524,7 @@ class CompiledLoss:
         losses, names = self._losses, outputs.names
         if isinstance(losses, Loss) and losses.takes_whole and names != [SINGLE]:
             return _Plan(outputs, [_OutputLoss(None, losses, self._whole_scale())])
-        given: dict[Any, Any]
-        is_list = isinstance(losses, list) and len(losses) > 1
-        if len(names) == 1 and (isinstance(losses, Loss) or is_list):
-            given = {names[0]: losses}
-        else:
-            given = _structured(losses, outputs, "loss")
+        given = by_output(losses, outputs, "loss", spreads=True)
         scales = self._scales_for(outputs)
         parts: list[_OutputLoss] = []
         seen: dict[Any, Loss] = {}  # the function that gets an output with others around it
@@ -557,15 +552,12 @@ class CompiledLoss:
         names, scales = outputs.names, self._scales
         if scales is None:
             return {}
-        is_of_one = len(names) == 1 and isinstance(scales, list) and len(scales) > 1
-        if is_of_one or not isinstance(scales, (list, dict)):
-            if len(names) > 1:
-                raise ConfigurationError(
-                    f"loss_weights={scales} is one number, but the net has {len(names)} "
-                    f"outputs: {names}. Give a list in that order or a dict by name."
-                )
-            return {names[0]: scales}
-        return _structured(scales, outputs, "loss_weights")
+        if len(names) > 1 and not isinstance(scales, (list, dict)):
+            raise ConfigurationError(
+                f"loss_weights={scales} is one number, but the net has {len(names)} "
+                f"outputs: {names}. Give a list in that order or a dict by name."
+            )
+        return by_output(scales, outputs, "loss_weights", spreads=True)
 
 
 def _parts_of(output: Hashable, losses: Any, scales: Any) -> list[_OutputLoss]:
@@ -646,15 +638,6 @@ def _plain(tree: Any, convert: Callable[[Any], Any]) -> Any:
     if isinstance(tree, (list, tuple)):
         return [_plain(value, convert) for value in tree]
     return convert(tree)
-
-
-def _structured(value: Any, outputs: Outputs, what: str) -> dict[Any, Any]:
-    """Return a list or dict by output names, also for a net with one output."""
-    if len(outputs.names) == 1 and isinstance(value, (list, dict)) and len(value) != 1:
-        raise ConfigurationError(
-            f"{what} has {len(value)} entries, but the net has one output. Give one."
-        )
-    return by_output(value, outputs, what, spreads=True)
 
 
 @contextlib.contextmanager

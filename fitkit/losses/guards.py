@@ -7,7 +7,7 @@ device assert (labels out of range on CUDA), which would end the process.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -463,7 +463,7 @@ def check_broadcast(label: str, function: Callable[..., Any], prediction: Any, t
     pairs = [rows[0].repeat(len(few), 1), rows[1].repeat_interleave(len(few), 0)]
     drawn = random_state()
 
-    def value(given: list[torch.Tensor]) -> torch.Tensor:
+    def value(given: Sequence[torch.Tensor]) -> torch.Tensor:
         set_random_state(drawn)
         return torch.as_tensor(function(*(one.clone() for one in given))).double().mean()
 

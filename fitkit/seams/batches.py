@@ -2,7 +2,8 @@
 
 A `BatchKind` says how many samples an entry has. If yours can, it also says how entries move to a
 device, how samples are cut apart and how a net's outputs of this kind are joined. Register it by
-the full name of the class.
+the full name of the class, in the module that has the class: each rank imports it. Classes of a
+script that is run under `ddp_spawn` reach the ranks without it.
 
 Example:
     >>> import torch, fitkit

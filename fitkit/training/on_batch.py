@@ -37,6 +37,7 @@ from fitkit.modes import (
 from fitkit.module import Module
 from fitkit.optimizers import members_of
 from fitkit.outputs import EMPTY_MEAN
+from fitkit.pickling import MadeAnew
 from fitkit.samples import Reading, reading, samples_of
 from fitkit.shortcuts import Shortcut
 from fitkit.training.batch_changes import batch_transforms_of
@@ -186,7 +187,7 @@ class KeptStep:
         return objects
 
 
-class KeptSteps:
+class KeptSteps(MadeAnew):
     """Keeps a model's steps for single batches, by stage, from one call to the next.
 
     A step stays valid until something changes that its construction depends on. These are the
@@ -202,9 +203,6 @@ class KeptSteps:
 
     def __init__(self) -> None:
         self._by_stage: dict[str, KeptStep] = {}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return KeptSteps, ()
 
     def drop(self) -> None:
         """Drop all steps, so that the next calls rebuild them."""

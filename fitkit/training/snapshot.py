@@ -17,6 +17,7 @@ import fitkit.checkpoint as files
 from fitkit.arguments import describe, plain_settings
 from fitkit.buffers import Place, restorer
 from fitkit.callbacks import History
+from fitkit.distributed.collectives import done_by_rank_zero
 from fitkit.errors import ArgumentTypeError, CheckpointError, FitkitError, warn
 from fitkit.fit_state import FitState
 from fitkit.module import Module
@@ -56,18 +57,11 @@ def save(model: Module, path: FilePath) -> None:
     """
     collectives = model._fitkit.compilation.strategy.collectives
     weights, state = contents(model, spread=files.is_folder_name(path))
-    if files.is_folder_name(path) or collectives.world_size == 1:
+    if files.is_folder_name(path):
         _write(model, path, weights, state)
         return
-    problem: BaseException | None = None
-    try:
-        _write(model, path, weights, state)
-    except Exception as error:
-        problem = error
     # The others wait until the file is written, and share its failure.
-    problem = collectives.broadcast(problem)
-    if problem is not None:
-        raise problem
+    done_by_rank_zero(collectives, lambda: _write(model, path, weights, state))
 
 
 def save_weights(model: Module, path: FilePath, *, trainable_only: bool = False) -> None:

@@ -15,7 +15,7 @@ from fitkit.extras.dcp.sharded_folder import Content, plan_shards, spread_alone,
 from fitkit.extras.dcp.unfinished_folder import SHARD, UnfinishedFolder
 from fitkit.seams.checkpoints import INDEX, write_container
 from fitkit.seams.files import refuse_url, replacing
-from fitkit.seams.strategies import Collectives, together
+from fitkit.seams.strategies import Collectives, done_by_rank_zero, together
 
 _LOOK_EVERY_S = 0.02
 GRACE_S = 10.0
@@ -57,11 +57,11 @@ class FolderByThreads:
         leads = self._rank == 0
         self._folder: UnfinishedFolder | None = None
 
-        def begin() -> Path | None:
-            self._folder = UnfinishedFolder(path) if leads else None
-            return None if self._folder is None else self._folder.place
+        def begin() -> Path:
+            self._folder = UnfinishedFolder(path)
+            return self._folder.place
 
-        self._place = collectives.broadcast(together(collectives, begin))
+        self._place = done_by_rank_zero(collectives, begin)
         try:
             shard = plan_shards(path, tensors if leads else spread_alone(tensors), collectives)
             self._document, arrays = content.index(tensors) if leads else ({}, [])

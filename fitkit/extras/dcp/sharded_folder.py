@@ -66,7 +66,7 @@ from fitkit.seams.files import (
     storable,
     weights_in,
 )
-from fitkit.seams.strategies import Collectives, Solo, is_spread, together
+from fitkit.seams.strategies import Collectives, Solo, done_by_rank_zero, is_spread, together
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -165,16 +165,15 @@ def save_folder(
     tensors = content.tensors(collectives.broadcast(content.ties))
     made: list[UnfinishedFolder] = []
 
-    def begin() -> Path | None:
-        if leads:
-            made.append(UnfinishedFolder(path))
-        return made[0].place if made else None
+    def begin() -> Path:
+        made.append(UnfinishedFolder(path))
+        return made[0].place
 
     def write_index(files: dict[str, str]) -> None:
         document, arrays = content.index(tensors)
         write_container(place / INDEX, {**document, "files": files}, arrays)
 
-    place = collectives.broadcast(together(collectives, begin))
+    place = done_by_rank_zero(collectives, begin)
     try:
         write_shards(
             os.fspath(path),
