@@ -122,7 +122,7 @@ class PythonNumbers(_Peeked):
         super().__init__()
         size = 4 + 4 * WORDS
         # In CPython the place, then the words. Where that isn't so, whole states are compared.
-        at = id(random._inst) + object.__basicsize__  # type: ignore[attr-defined]
+        at = id(random._inst) + object.__basicsize__
         if sys.implementation.name == "cpython" and (
             random.Random.__basicsize__ >= object.__basicsize__ + size
         ):
@@ -151,7 +151,7 @@ class NumPyNumbers(_Peeked):
         self._source: Any = None
 
     def look(self) -> Any:
-        source = np.random.get_bit_generator()
+        source = np.random.get_bit_generator()  # type: ignore[attr-defined]
         if source is not self._source:  # the first time, or after np.random.set_bit_generator
             self._source, self._views, self._last = source, None, None
             if type(source) is np.random.MT19937:
@@ -248,9 +248,10 @@ class OwnNumbers:
         if isinstance(one, np.random.Generator):
             source = one.bit_generator
             if type(source) is np.random.PCG64:
-                source.state = {**_PCG64, "state": {**_PCG64["state"], "state": bits}}
+                begun: Any = {**_PCG64, "state": {**_PCG64["state"], "state": bits}}
+                source.state = begun
             else:
-                source.state = type(source)(bits).state  # type: ignore[call-arg]
+                source.state = type(source)(bits).state
         elif isinstance(one, np.random.RandomState):
             one.seed(bits & 0xFFFFFFFF)
         elif isinstance(one, torch.Generator):
@@ -332,7 +333,7 @@ def _is_leaf(one: Any) -> bool:
 
 def _is_left_alone(one: Any) -> bool:
     """Whether a generator is the process's, or a device's, which a worker can't ask."""
-    ours = random._inst, torch.default_generator, np.random.mtrand._rand  # type: ignore[attr-defined]
+    ours = random._inst, torch.default_generator, np.random.mtrand._rand
     is_ours = any(one is each for each in ours)
     return is_ours or (isinstance(one, torch.Generator) and one.device.type != "cpu")
 

@@ -92,7 +92,7 @@ def marked_repeats(batches: Iterable[Any], *, by_batch: bool) -> Iterator[Any]:
 def may_repeat(loader: DataLoader[Any]) -> bool:
     """Whether a loader's sampler may give an index twice in a pass."""
     sampler: Any = loader.sampler
-    own = loader.batch_sampler
+    own: Any = loader.batch_sampler
     if own is not None and own.__class__.__module__ != "torch.utils.data.sampler":
         return True
     if own is not None:

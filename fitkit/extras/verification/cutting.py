@@ -51,13 +51,19 @@ def cut(batch: Any, parts: int, kept: Kept | None = None) -> list[Any]:
     size = samples if samples is not None else len(kept.samples) if kept else 0
     if size < 2 * parts:
         raise ConfigurationError(f"A batch of {size} samples is too small for {parts} parts.")
-    bounds = [round(size * place / parts) for place in range(parts + 1)]
-    if size >= 3 * parts:
-        bounds[1:-1] = [bound + 1 for bound in bounds[1:-1]]
+    bounds = bounds_of(size, parts)
     if samples is None and kept is not None:
         _refuse_random(kept)
         return [kept.batch(start, stop) for start, stop in itertools.pairwise(bounds)]
     return [_sliced(batch, start, stop) for start, stop in itertools.pairwise(bounds)]
+
+
+def bounds_of(size: int, parts: int) -> list[int]:
+    """Return where the parts of a batch of so many samples begin, and where the last one ends."""
+    bounds = [round(size * place / parts) for place in range(parts + 1)]
+    if size >= 3 * parts:
+        bounds[1:-1] = [bound + 1 for bound in bounds[1:-1]]
+    return bounds
 
 
 def size_of(batch: Any, kept: Kept | None) -> int:
