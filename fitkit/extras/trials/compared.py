@@ -199,7 +199,7 @@ class Comparison:
         ):
             table.add_column(head, justify="right" if head else "left", no_wrap=True)
         means = {name: _mean(values) for name, values in self.runs.items()}
-        finite = [mean for mean in means.values() if mean is not None]
+        finite = [v for values in self.runs.values() for v in values if v is not None]
         for name, values in self.runs.items():
             mean, pair = means[name], self.pairs.get(name)
             known = [value for value in values if value is not None]
@@ -209,7 +209,7 @@ class Comparison:
                 cells = [f"{pair.difference:+.3g}"]
                 cells += [f"{low:+.2g} .. {high:+.2g}" if math.isfinite(low) else "too few seeds"]
             table.add_row(
-                name, "–" if mean is None else f"{mean:.5g}", _bar(mean, known, finite),
+                name, "–" if mean is None else f"{mean:.5g}", _bar(mean, finite),
                 f"{len(known)}", *cells,
             )  # fmt: skip
         console = Console()
@@ -245,15 +245,12 @@ BAR = 12
 """The characters of the longest bar."""
 
 
-def _bar(mean: float | None, values: list[float], means: list[float]) -> str:
-    """Return a bar from the least to the largest mean of all, as long as this one."""
+def _bar(mean: float | None, values: list[float]) -> str:
+    """Return a bar from the least of all runs' values to a mean; the largest value's is full."""
     if mean is None:
         return ""
-    low, high = min(means), max(means)
-    spread = max(values) - min(values)
-    # With room below the least, so that each has a bar; a run's own noise sets how much.
-    low -= (high - low) or spread or abs(high) or 1.0
-    return "█" * max(1, round(BAR * (mean - low) / (high - low)))
+    low, high = min(values), max(values)
+    return "█" * max(1, round(BAR * (mean - low) / (high - low))) if high > low else "█"
 
 
 def _mean(values: list[float | None]) -> float | None:
