@@ -100,6 +100,7 @@ FACES = {
     "model.py": {"export", "pictures", "predictions", "streamed_predictions", "summary"},
     "distributed/strategies/ddp.py": {"comm_hooks"},
     "training/compiler.py": {"jit"},
+    "training/data_wait.py": {"data_advice"},
     "training/fit.py": {"sync_batchnorm"},
     "training/lone_watch.py": {"whereabouts"},
     "training/step.py": {"explain"},
