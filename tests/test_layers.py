@@ -114,6 +114,7 @@ FACES = {
     "distributed/strategies/ddp.py": {"comm_hooks", "sparse_gradients"},
     "training/batch_changes.py": {"batch_transforms"},
     "training/compiler.py": {"jit"},
+    "training/data_wait.py": {"data_advice"},
     "training/fit.py": {"sync_batchnorm"},
     "training/step.py": {"explain", "own_loss"},
     "training/lone_watch.py": {"whereabouts"},

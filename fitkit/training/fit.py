@@ -33,6 +33,7 @@ from fitkit.random_states import kept_random_numbers, random_state, set_random_s
 from fitkit.training import unsaved
 from fitkit.training.batch_changes import BatchChanges, batch_transforms_of
 from fitkit.training.compiler import Updates, compiler_of
+from fitkit.training.data_wait import DataWait
 from fitkit.training.epoch_lengths import EpochLengths
 from fitkit.training.evaluate import evaluate_source, users_look
 from fitkit.training.log import LazyLogs, noted_by, reduced, warn_of_empty
@@ -186,6 +187,7 @@ class Fit:
         self.validation: dict[str, tuple[StepContext, Step]] = {}
         self.in_evaluation: list[torch.nn.Module] = []  # submodules that stay in evaluation mode
         self.history: History = History()
+        self.data_wait: DataWait = DataWait(self.strategy.device, self.source)
         self.has_warned_of_non_finite: bool = False
         self.has_warned_of_empty: bool = False
 
@@ -332,7 +334,10 @@ class Fit:
         looks = validates or stopping.asks or users_look(callbacks, "train")
         index, empty = done - 1, 0
         with as_current(model, context):
-            read = heard(self.stream.epoch(done), "training", epoch, done)
+            read = self.stream.epoch(done)
+            if epoch == self.arguments.initial_epoch:
+                read = self.data_wait.timed(read)
+            read = heard(read, "training", epoch, done)
             batches = step.mover.bring_each(step.looking(read))
             if self.batch_transforms is not None:
                 batches = self.batch_transforms.each(batches, done)
@@ -433,6 +438,8 @@ class Fit:
     def _end_epoch(self, epoch: int, callbacks: CallbackList, values: Values) -> None:
         """Give an epoch's values to schedulers and callbacks, which may add their own."""
         context = self.context
+        if epoch == self.arguments.initial_epoch:
+            self._tell_wait()
         self._warn_of_non_finite(epoch, values)
         self.rates.after_epoch(epoch, values, self.seen_values)
         self.logs = values
@@ -460,6 +467,14 @@ class Fit:
         if sentence is not None:
             self.has_warned_of_non_finite = True
             warn(f"In epoch {epoch + 1} {sentence}")
+
+    def _tell_wait(self) -> None:
+        """Note how long the first epoch waited for data; say it, on rank 0, if that was long."""
+        self.history.params["data_wait"] = self.data_wait.share  # callbacks share this dict
+        line = self.data_wait.line()
+        is_silent = self.collectives.rank or chosen_verbose(self.arguments.verbose) == 0
+        if line is not None and not is_silent:
+            say(line)
 
     def _check_on_peeked_batch(self) -> None:
         """Find the metrics' names if an epoch was interrupted after its last batch."""

@@ -10,8 +10,8 @@ from fitkit.pulse import ABOUT, Stillness, silence_s, threads
 LOOKS = 4
 """So often within the seconds of silence the calls are looked at."""
 
-_thread: threading.Thread | None = None
-"""What looks at the running calls of this process."""
+_watching: tuple[threading.Thread, float] | None = None
+"""What looks at the running calls of this process, and its seconds of silence."""
 
 
 def watch_calls() -> None:
@@ -22,28 +22,32 @@ def watch_calls() -> None:
     Raises:
         ConfigurationError: `FITKIT_SILENCE` isn't a number of seconds.
     """
-    global _thread
+    global _watching
     quiet_s = silence_s()
-    if quiet_s and (_thread is None or not _thread.is_alive()):
-        _thread = threading.Thread(
+    if _watching is not None and _watching[1] == quiet_s and _watching[0].is_alive():
+        return
+    _watching = None  # another one ends
+    if quiet_s:
+        thread = threading.Thread(
             target=_watch, args=(quiet_s,), name="fitkit-silence", daemon=True
         )
-        _thread.start()
+        _watching = thread, quiet_s
+        thread.start()
 
 
 def _watch(quiet_s: float) -> None:
-    global _thread
-    own, wait = threading.current_thread(), threading.Event()
+    global _watching
+    own, pause = (threading.current_thread(), quiet_s), threading.Event()
     looks: dict[int, tuple[Stillness, float]] = {}
-    while True:
+    while _watching == own:
         running = threads()
-        if not running and _thread is own:
-            _thread = None  # from here on a new call has its own
-            running = threads()
         if not running:
-            return
+            _watching = None  # from here on a new call has its own
+            if not (running := threads()):
+                return
+            _watching = own  # one began meanwhile
         looks = {thread: looks.get(thread) or (Stillness(thread), quiet_s) for thread in running}
-        wait.wait(quiet_s / LOOKS)
+        pause.wait(quiet_s / LOOKS)
         for thread in threads() & looks.keys():
             still, due_s = looks[thread]
             seconds = still.look()

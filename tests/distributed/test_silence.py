@@ -75,7 +75,7 @@ class Rows(Dataset):
         return len(X)
 
     def __getitem__(self, index):
-        if index == 50 and self.act is not None:
+        if index == 60 and self.act is not None:
             on_last(self.act)
         if self.s and (self.on is None or rank() == self.on):
             time.sleep(self.s)
@@ -174,27 +174,95 @@ def loader(act, **options):
 
 NONE = "none will go on"
 HANGS = {
-    "callback sleeps": (1, lambda n: fit(n, calls=at_batch(sleep)), r"test_silence\.py:\d+: time\.sleep\(LAST_S\)"),
-    "lock": (1, lambda n: fit(n, calls=at_batch(join_thread)), r"waits \(\S+\) in .*thread\.join\(\)"),
+    "callback sleeps": (
+        1,
+        lambda n: fit(n, calls=at_batch(sleep)),
+        r"test_silence\.py:\d+: time\.sleep\(LAST_S\)",
+    ),
+    "lock": (
+        1,
+        lambda n: fit(n, calls=at_batch(join_thread)),
+        r"waits \(\S+\) in .*thread\.join\(\)",
+    ),
     "a program": (1, lambda n: fit(n, calls=at_batch(run_program)), r"in .*subprocess\.run"),
-    "data set": (1, lambda n: fit(n, DataLoader(Rows(sleep), batch_size=8)), r"time\.sleep\(LAST_S\)"),
-    "worker": (1, lambda n: fit(n, loader(sleep)), r"DataLoader worker 0 \(process \d+\), which is in sleep"),
+    "data set": (
+        1,
+        lambda n: fit(n, DataLoader(Rows(sleep), batch_size=8)),
+        r"time\.sleep\(LAST_S\)",
+    ),
+    "worker": (
+        1,
+        lambda n: fit(n, loader(sleep)),
+        r"DataLoader worker 0 \(process \d+\), which is in sleep",
+    ),
     "forward": (1, lambda n: fit(n, net=Own(sleep)), r"batch 2: is in sleep"),
-    "stream": (1, lambda n: fit(n, DataLoader(Endless(), batch_size=8), steps_per_epoch=9), r"data set Endless\.__iter__"),
-    "evaluate": (1, lambda n: evaluate(DataLoader(Rows(sleep), batch_size=8)), r"\(evaluate\).*time\.sleep"),
-    "validation": (1, lambda n: fit(n, validation_data=DataLoader(Rows(sleep), batch_size=8)), r"fit, epoch 1, validation.*sleep"),
-    "callback sleeps on 2": (2, lambda n: fit(n, calls=at_batch(sleep)), r"rank 0, batch 2: waits for the other.*rank 1, batch 2: is in .*time\.sleep"),
-    "callback sleeps on 3": (3, lambda n: fit(n, calls=at_batch(sleep)), r"rank 1, batch 2: waits for the other.*rank 2, batch 2: is in .*time\.sleep"),
-    "lock on 2": (2, lambda n: fit(n, calls=at_batch(lock), timeout=12), r"rank 1, batch 2: is in lock, .*with held:"),
-    "worker on 2": (2, lambda n: fit(n, loader(sleep)), r"rank 1, .*DataLoader worker 0 \(process \d+\), which is in sleep"),
-    "stream on 2": (2, lambda n: fit(n, DataLoader(Endless(), batch_size=8), steps_per_epoch=9), r"rank 1, .*data set Endless\.__iter__.*filters for ever"),
+    "stream": (
+        1,
+        lambda n: fit(n, DataLoader(Endless(), batch_size=8), steps_per_epoch=9),
+        r"data set Endless\.__iter__",
+    ),
+    "evaluate": (
+        1,
+        lambda n: evaluate(DataLoader(Rows(sleep), batch_size=8)),
+        r"\(evaluate\).*time\.sleep",
+    ),
+    "validation": (
+        1,
+        lambda n: fit(n, validation_data=DataLoader(Rows(sleep), batch_size=8)),
+        r"fit, epoch 1, validation.*sleep",
+    ),
+    "callback sleeps on 2": (
+        2,
+        lambda n: fit(n, calls=at_batch(sleep)),
+        r"rank 0, batch 2: waits for the other.*rank 1, batch 2: is in .*time\.sleep",
+    ),
+    "callback sleeps on 3": (
+        3,
+        lambda n: fit(n, calls=at_batch(sleep)),
+        r"rank 1, batch 2: waits for the other.*rank 2, batch 2: is in .*time\.sleep",
+    ),
+    "lock on 2": (
+        2,
+        lambda n: fit(n, calls=at_batch(lock), timeout=12),
+        r"rank 1, batch 2: is in lock, .*with held:",
+    ),
+    "worker on 2": (
+        2,
+        lambda n: fit(n, loader(sleep)),
+        r"rank 1, .*DataLoader worker 0 \(process \d+\), which is in sleep",
+    ),
+    "stream on 2": (
+        2,
+        lambda n: fit(n, DataLoader(Endless(), batch_size=8), steps_per_epoch=9),
+        r"rank 1, .*data set Endless\.__iter__.*filters for ever",
+    ),
     "forward on 2": (2, lambda n: fit(n, net=Own(sleep)), r"rank 1, batch 2: is in sleep"),
-    "evaluate on rank 0": (2, lambda n: fit(n, calls=alone_on_rank_zero(evaluates)), rf"rank 0, batch 2: waits .*model\.evaluate.*rank 1, batch 2: waits.*{NONE}"),
-    "exchange on rank 0": (3, lambda n: fit(n, calls=alone_on_rank_zero(saves)), rf"rank 0, batch 2: waits .*all_gather.*rank 2, batch 2: waits.*{NONE}"),
-    "uneven exchange": (2, lambda n: fit(n, kind=Steps), rf"rank 0, batch 2: waits .*self\.all_gather.*# alone.*rank 1.*backward.*{NONE}"),
-    "crossed exchanges": (2, lambda n: fit(n, calls=crossed), rf"rank 0, .*first here.*rank 1, .*first there.*{NONE}"),
-    "interpreter's lock": (2, lambda n: fit(n, calls=at_batch(keep_interpreter)), r"rank 0, batch 2: waits.*rank 1: doesn't answer"),
-}  # fmt: skip
+    "evaluate on rank 0": (
+        2,
+        lambda n: fit(n, calls=alone_on_rank_zero(evaluates)),
+        rf"rank 0, batch 2: waits .*model\.evaluate.*rank 1, batch 2: waits.*{NONE}",
+    ),
+    "exchange on rank 0": (
+        3,
+        lambda n: fit(n, calls=alone_on_rank_zero(saves)),
+        rf"rank 0, batch 2: waits .*all_gather.*rank 2, batch 2: waits.*{NONE}",
+    ),
+    "uneven exchange": (
+        2,
+        lambda n: fit(n, kind=Steps),
+        rf"rank 0, batch 2: waits .*self\.all_gather.*# alone.*rank 1.*backward.*{NONE}",
+    ),
+    "crossed exchanges": (
+        2,
+        lambda n: fit(n, calls=crossed),
+        rf"rank 0, .*first here.*rank 1, .*first there.*{NONE}",
+    ),
+    "interpreter's lock": (
+        2,
+        lambda n: fit(n, calls=at_batch(keep_interpreter)),
+        r"rank 0, batch 2: waits.*rank 1: doesn't answer",
+    ),
+}
 """The number of ranks, what hangs, and what is shown at the first look."""
 
 ENDS = {name for name, (_, _, words) in HANGS.items() if NONE in words} | {"lock on 2"}
@@ -217,7 +285,8 @@ def test_a_hang_is_shown_at_the_first_look_and_ended_only_if_it_has_no_end(
 ):
     ranks, begin, words = HANGS[which]
     fit(ranks)  # what the first call imports may take a while
-    monkeypatch.setenv("FITKIT_SILENCE", "1.5" if which in FEW else "3")
+    monkeypatch.setenv("FITKIT_SILENCE", "1" if which in FEW else "3")
+    monkeypatch.setattr(sys.modules[__name__], "LAST_S", 4 if which in FEW else 9)
     capfd.readouterr()
     if which in ENDS:
         with pytest.raises(fitkit.WorkerError):
