@@ -55,6 +55,7 @@ def test_a_compiled_model_is_freed_as_any_other(kind, net, options):
 
 
 @pytest.mark.filterwarnings("ignore:jit_compile compiles the net alone")
+@pytest.mark.slow
 def test_a_compiled_keras_net_is_freed_too():
     os.environ.setdefault("KERAS_BACKEND", "torch")
     keras = pytest.importorskip("keras")
