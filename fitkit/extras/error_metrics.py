@@ -8,8 +8,9 @@ from torch.nn import functional
 
 from fitkit.errors import ConfigurationError
 from fitkit.extras import keras_losses
+from fitkit.extras.metric_conversions import distributions
 from fitkit.seams.losses import EPSILON
-from fitkit.seams.metrics import FirstBatch, Mean, Named, Values, distributions, matched
+from fitkit.seams.metrics import FirstBatch, Mean, Named, Values, matched
 
 
 def symmetric_percentage_error(prediction: Tensor, target: Tensor) -> Tensor:

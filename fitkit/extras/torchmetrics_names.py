@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fitkit.accelerators import widest_dtype
 from fitkit.errors import ConfigurationError
+from fitkit.extras.metric_conversions import columns, probabilities_and_labels
 from fitkit.extras.torchmetrics_objects import TorchMetric, torchmetrics_module
 from fitkit.outputs import IGNORED
 from fitkit.seams.metrics import (
@@ -19,8 +20,6 @@ from fitkit.seams.metrics import (
     Named,
     Task,
     chosen_labels,
-    columns,
-    probabilities_and_labels,
 )
 
 # ---- torchmetrics' classification ----

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fitkit.errors import ConfigurationError
+from fitkit.extras.metric_conversions import probabilities_and_labels
 from fitkit.outputs import EMPTY_MEAN
 from fitkit.seams.metrics import (
     Conversion,
@@ -23,7 +24,6 @@ from fitkit.seams.metrics import (
     is_torchmetric,
     matched_if_alike,
     outside_inference,
-    probabilities_and_labels,
     scores_and_labels,
 )
 from fitkit.tensors import values_for_copies

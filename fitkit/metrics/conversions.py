@@ -402,30 +402,12 @@ def matched_if_alike(prediction: Tensor, target: Tensor) -> Pair:
 
 
 @functools.cache
-def columns(dtype: torch.dtype) -> Conversion:
-    """Give both as (N,) or (N, D), in the precision in which sums over an epoch are kept."""
-
-    def in_columns(values: Tensor) -> Tensor:
-        values = values.to(dtype)
-        if values.ndim > 1:
-            values = values.flatten(1)  # (N, D)
-            values = values.squeeze(1) if values.shape[1] == 1 else values
-        return values
-
-    def convert(prediction: Tensor, target: Tensor) -> Pair:
-        prediction, target = matched(prediction, target)
-        return in_columns(prediction), in_columns(target)
-
-    return convert
-
-
-@functools.cache
 def scores_and_labels(task: Task) -> Conversion:
     """Give predictions of whatever scale with classes in dimension 1, (N, C, ...), and labels
     (N, ...)."""
 
     def convert(prediction: Tensor, target: Tensor) -> Pair:
-        labels = _class_labels(task, prediction, target)
+        labels = class_labels(task, prediction, target)
         return classes_to_axis_1(task, prediction, target), labels
 
     return convert
@@ -439,57 +421,11 @@ def chosen_labels(task: Task) -> Conversion:
     def convert(prediction: Tensor, target: Tensor) -> Pair:
         if task.kind == "multiclass":
             chosen = prediction.argmax(_axis_in(task, prediction, target))
-            return chosen, _class_labels(task, prediction, target)
+            return chosen, class_labels(task, prediction, target)
         chosen = prediction > threshold if prediction.is_floating_point() else prediction
-        return chosen.int(), _entry_labels(prediction, target)
+        return chosen.int(), entry_labels(prediction, target)
 
     return convert
-
-
-@functools.cache
-def probabilities_and_labels(task: Task) -> Conversion:
-    """Give probabilities with classes in dimension 1, never logits, and labels.
-
-    They lie within [0, 1] always: torchmetrics takes a batch that doesn't for logits.
-    """
-
-    def convert(prediction: Tensor, target: Tensor) -> Pair:
-        if task.kind == "multiclass":
-            labels = _class_labels(task, prediction, target)
-            scores = _probabilities(classes_to_axis_1(task, prediction, target), task.scale, axis=1)
-            return scores, labels
-        labels = _entry_labels(prediction, target)
-        if not prediction.is_floating_point():
-            return prediction, labels
-        return _probabilities(prediction, task.scale), labels
-
-    return convert
-
-
-@functools.cache
-def distributions(scale: str) -> Conversion:
-    """Give probabilities over the last dimension, beside targets that are some too."""
-
-    def convert(prediction: Tensor, target: Tensor) -> Pair:
-        prediction, target = matched(prediction, target)
-        return _probabilities(prediction, scale, axis=-1), target
-
-    return convert
-
-
-def _probabilities(prediction: Tensor, scale: str, axis: int | None = None) -> Tensor:
-    """Predictions as probabilities: over an axis that sums to one, or entry by entry."""
-    prediction = at_least_float32(prediction)
-    if scale == "logits":
-        return prediction.sigmoid() if axis is None else prediction.softmax(axis)
-    if scale == "log_probabilities":
-        return prediction.exp().clamp(max=1)
-    if scale == "as_given":
-        return prediction
-    if scale == "values":
-        # Keeps the order, which is all that curves need, and the threshold of 0.5.
-        return (prediction - 0.5).sigmoid()
-    return prediction.clamp(0, 1)
 
 
 def _axis_in(task: Task, prediction: Tensor, target: Tensor) -> int:
@@ -518,7 +454,7 @@ def is_one_hot(task: Task, prediction: Tensor, target: Tensor) -> bool:
     return target.shape == prediction.shape
 
 
-def _class_labels(task: Task, prediction: Tensor, target: Tensor) -> Tensor:
+def class_labels(task: Task, prediction: Tensor, target: Tensor) -> Tensor:
     """Labels of the prediction's shape without its dimension of classes."""
     if is_one_hot(task, prediction, target):
         return target.reshape(prediction.shape).argmax(task.axis)
@@ -531,7 +467,7 @@ def _class_labels(task: Task, prediction: Tensor, target: Tensor) -> Tensor:
     return target.long()
 
 
-def _entry_labels(prediction: Tensor, target: Tensor) -> Tensor:
+def entry_labels(prediction: Tensor, target: Tensor) -> Tensor:
     """0 and 1 for each entry of the prediction; soft targets are rounded."""
     if target.shape != prediction.shape:
         if not same_entries(prediction, target):

@@ -37,7 +37,6 @@ from fitkit.distributed.collectives import (
     together,
     unpack_gradients,
 )
-from fitkit.distributed.first_forward import refusing_writes
 from fitkit.distributed.in_place import (
     ModuleInPlace,
     OptimizerInPlace,
@@ -47,7 +46,6 @@ from fitkit.distributed.in_place import (
     whole,
     whole_on_host,
 )
-from fitkit.distributed.meta_tensors import Unfilled
 from fitkit.distributed.resolve import named_strategy, resolve_strategy
 from fitkit.distributed.strategies import DDP, STRATEGIES, SingleDevice
 from fitkit.distributed.strategies.base import Assignment, Strategy
@@ -79,7 +77,6 @@ __all__ = [
     "Solo",
     "StepRouter",
     "Strategy",
-    "Unfilled",
     "World",
     "WrappedModel",
     "as_parts",
@@ -92,7 +89,6 @@ __all__ = [
     "named_strategy",
     "norm_of",
     "pack_gradients",
-    "refusing_writes",
     "resolve_strategy",
     "together",
     "unpack_gradients",

@@ -34,7 +34,7 @@ class Launcher(Protocol):
 class InlineLauncher:
     """The caller's process is the only rank."""
 
-    sends_calls = False
+    sends_calls: bool = False
 
     def launch(self, verb: str, function: Callable[..., Result], *args: Any) -> Result:
         """Call `function(*args)` here."""

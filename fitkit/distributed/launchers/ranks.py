@@ -88,7 +88,7 @@ class RankLauncher:
     ends_process = True
     """Whether a process that doesn't come out of a call after another's failure may be ended."""
 
-    sends_calls = False
+    sends_calls: bool = False
 
     def __init__(
         self,

@@ -19,7 +19,6 @@ from fitkit import trees
 from fitkit.accelerators import is_accelerator
 from fitkit.arguments import check_choice, check_count, check_flag, check_number
 from fitkit.distributed.collectives import Collectives, Solo
-from fitkit.distributed.first_forward import share_first_state
 from fitkit.distributed.launchers import LAUNCHERS, InlineLauncher, Launcher
 from fitkit.distributed.launchers.process import check_output, shows_all
 from fitkit.distributed.launchers.ranks import RankLauncher
@@ -281,6 +280,8 @@ class DDP(Strategy):
 
     def after_first_batch(self, module: torch.nn.Module, optimizers: list[Optimizer]) -> None:
         if self.collectives.world_size > 1 and not (self.engine and self.engine.keeps_apart):
+            from fitkit.extras.first_forward import share_first_state
+
             share_first_state(self.collectives, module, optimizers)
 
     def finish(self) -> None:

@@ -73,7 +73,7 @@ class WorkersLauncher(RankLauncher):
     """
 
     ends_process = False  # it may belong to a notebook
-    sends_calls = True
+    sends_calls: bool = True
 
     def __init__(self, strategy: JoinsRanks, size: int, shows_output: bool = False) -> None:
         super().__init__(strategy, timeout=LOAD_TIMEOUT)

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ConfigurationError
+from fitkit.seams.strategies import Collectives
 
 AS_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 2**22
