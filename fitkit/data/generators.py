@@ -35,6 +35,9 @@ class Numbers(Protocol):
     def mark(self, saved: Any) -> Any:
         """Return the mark of a saved state: another one for another state."""
 
+    def has_moved(self, saved: Any) -> bool:
+        """Whether the state is another one than the saved one."""
+
     def restore(self, saved: Any) -> None:
         """Give back a saved state."""
 
@@ -60,6 +63,10 @@ class TorchNumbers:
         """Return the mark of a saved state."""
         state = saved.numpy()
         return state[:40].tobytes(), state[5016:].tobytes()
+
+    def has_moved(self, saved: Any) -> bool:
+        """Whether the state is another one."""
+        return not torch.equal(saved, torch.default_generator.get_state())
 
     def restore(self, saved: Any) -> None:
         """Give back a saved state."""
@@ -99,6 +106,11 @@ class _Peeked:
 
     def mark(self, saved: Any) -> Any:
         return saved[0], self.stored(saved[1])
+
+    def has_moved(self, saved: Any) -> bool:
+        if self.stored(saved[1]) is None:
+            return bool(self.look() != saved[0])
+        return bool(self.mark(self.save()) != self.mark(saved))
 
     def restore(self, saved: Any) -> None:
         self.set_whole(saved[1])
@@ -180,27 +192,33 @@ class AskedSeed:
         self._asked = 0
         self._number: int | None = None
 
+    def begin(self) -> None:
+        """Let it be asked for, although no sample has been seeded."""
+        self._number = 0
+
+    def end(self) -> None:
+        """Let it be asked for outside of data."""
+        self._number = None
+
     def number(self) -> int | None:
         """Return the sample's number; None outside of a data set that fitkit reads."""
         self._asked += 1
         return self._number
 
-    def begin(self) -> None:
-        """Let it be asked for, although no sample has been seeded."""
-        if self._number is None:
-            self._number = 0
-
     def look(self) -> Any:
-        return self._asked, self._number
+        return self._asked
 
     def save(self) -> Any:
-        return self._asked, self._number
+        return self._asked
 
     def mark(self, saved: Any) -> Any:
         return saved
 
+    def has_moved(self, saved: Any) -> bool:
+        return bool(self._asked != saved)
+
     def restore(self, saved: Any) -> None:
-        self._asked, self._number = saved
+        """Nobody draws from it."""
 
     def seed(self, bits: int) -> None:
         self._number = (bits >> 33) & 0x7FFFFFFF
@@ -233,6 +251,9 @@ class OwnNumbers:
 
     def mark(self, saved: Any) -> Any:
         return mark_of(saved)
+
+    def has_moved(self, saved: Any) -> bool:
+        return bool(self.look() != mark_of(saved))
 
     def restore(self, saved: Any) -> None:
         one = self.one

@@ -198,11 +198,13 @@ class Seeded(Dataset[Any]):
         self._own = _Own(dataset)
         self._drawn: list[Numbers] | None = None  # those that are seeded for each sample
         self._quiet: list[Numbers] = []
+        self._everyone: list[Numbers] = []
+        self._restores = True
         self._pass: tuple[int, int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A new process finds out by itself. It has generators of its own.
-        return {**vars(self), "_drawn": None, "_quiet": [], "_pass": None}
+        return {**vars(self), "_drawn": None, "_quiet": [], "_everyone": [], "_pass": None}
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -225,52 +227,53 @@ class Seeded(Dataset[Any]):
         """Return the batch, joined."""
         if self._pass != (keys.key, keys.number):
             self._pass = keys.key, keys.number
-            if self._own.look():
-                self._drawn = None
-        if get_worker_info() is not None:  # its generators serve nothing else
-            asked_seed.begin()
-            return self._read(keys)
-        saved = [(one, one.save()) for one in self._all()]
+            if self._own.look() or not self._everyone:
+                self._drawn, self._quiet = None, []
+                self._everyone = [*OF_THE_PROCESS, asked_seed, *self._own.found]
+            # Those of a worker serve nothing else.
+            self._restores = get_worker_info() is None
+        everyone, quiet, drawn = self._everyone, self._quiet, self._drawn
+        asked_seed.begin()
+        saved = [one.save() for one in (everyone if self._restores else quiet)]
+        late: list[Numbers] = []
         try:
-            asked_seed.begin()
-            return self._read(keys)
+            if drawn is None:
+                return self._read_first(keys)
+            problem: Exception | None = None
+            try:
+                batch = self._batch(keys, drawn)
+            except Exception as error:
+                problem = error
+            # The quiet ones are the first of all.
+            late = [one for one, state in zip(quiet, saved, strict=False) if one.has_moved(state)]
+            if late:  # an error may come of numbers that aren't this sample's
+                self._seed_from_now_on([*drawn, *late])
+                return self._batch(keys, self._everyone)
+            if problem is not None:
+                raise problem
+            return batch
         finally:
-            for one, state in saved:
-                if one.mark(one.save()) != one.mark(state):
-                    one.restore(state)
-
-    def _all(self) -> list[Numbers]:
-        return [*OF_THE_PROCESS, asked_seed, *self._own.found]
-
-    def _read(self, keys: Keys) -> Any:
-        if self._drawn is None:
-            return self._read_first(keys)
-        before = [(one, one.mark(one.save())) for one in self._quiet]
-        problem: Exception | None = None
-        try:
-            batch = self._batch(keys, self._drawn)
-        except Exception as error:
-            problem = error
-        late = [one for one, mark in before if one.mark(one.save()) != mark]
-        if late:  # an error may come of numbers that aren't this sample's
-            self._seed_from_now_on([*self._drawn, *late])
-            return self._batch(keys, self._all())
-        if problem is not None:
-            raise problem
-        return batch
+            if self._restores:
+                asked_seed.end()
+                moved = everyone if drawn is None or late else drawn
+                for one, state in zip(everyone, saved, strict=True) if moved else ():
+                    if one in moved:
+                        one.restore(state)
 
     def _read_first(self, keys: Keys) -> Any:
-        watch = _Watch(self._all())
+        watch = _Watch(self._everyone)
         batch = self._batch(keys, [watch])
         if self._own.look():  # made by the first sample
-            watch = _Watch(self._all())
+            self._everyone = [*OF_THE_PROCESS, asked_seed, *self._own.found]
+            watch = _Watch(self._everyone)
             batch = self._batch(keys, [watch])
         self._seed_from_now_on(watch.moved())
         return batch
 
     def _seed_from_now_on(self, drawn: list[Numbers]) -> None:
         self._drawn = drawn
-        self._quiet = [one for one in self._all() if one not in drawn]
+        self._quiet = [one for one in self._everyone if one not in drawn]
+        self._everyone = [*self._quiet, *drawn]
 
     def _batch(self, keys: Keys, seeded: Sequence[Any]) -> Any:
         """Return a batch, read with these generators seeded."""
@@ -319,9 +322,8 @@ def _seed(keys: Keys, index: Any, seeded: Sequence[Any], again: int = 0) -> Any:
     if type(index) is Repeated:
         index, again = index.index, again + index.again
     if seeded:
-        bits = xxhash.xxh3_128_intdigest(
-            _pack(keys.key & _BITS, keys.number & _BITS, number_of(index), again)
-        )
+        number = index if type(index) is int and index >= 0 else number_of(index)
+        bits = xxhash.xxh3_128_intdigest(_pack(keys.key, keys.number, number, again))
         for one in seeded:
             one.seed(bits)
     return index
