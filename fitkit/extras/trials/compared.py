@@ -293,6 +293,8 @@ def compare(
             model, or `(model, arguments)` with arguments of `fit` that it alone has, such as
             `{"batch_size": 64}`. The first is what the others are compared with. Let random
             numbers come from torch's, NumPy's or Python's global generators, which are seeded.
+            (Keras draws the seeds of its layers in their order, so another layer changes the
+            initial weights of those after it.)
         x, y: as in `fit`. The data must be readable more than once.
         metric: a name in the history of `fit`. Default `"val_loss"`.
         mode: `"min"`, `"max"` or `"auto"` (default), which follows the metric's name.
