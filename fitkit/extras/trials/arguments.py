@@ -88,6 +88,11 @@ def checked_runs(
                 "reads it. Give arrays, a Dataset or a DataLoader."
             )
     path = None if folder is None else Path(checked_path(folder, "folder")).absolute()
+    if "%" in str(path):
+        raise ConfigurationError(
+            f"folder={str(folder)!r} has a %. Name the folder as it is: a later call with this "
+            "name finds the runs there."
+        )
     plain = {
         name: value
         for name, value in sorted(fit_arguments.items())

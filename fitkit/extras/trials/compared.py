@@ -6,7 +6,8 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from fitkit.arguments import check_count, check_number, describe
@@ -265,7 +266,7 @@ def compare(
     *,
     metric: str = "val_loss",
     mode: Literal["auto", "min", "max"] = "auto",
-    seeds: int = 20,
+    seeds: int | Sequence[int] = 20,
     level: float = 0.95,
     practical: float | None = None,
     take: Literal["last", "best"] = "last",
@@ -292,10 +293,13 @@ def compare(
             model, or `(model, arguments)` with arguments of `fit` that it alone has, such as
             `{"batch_size": 64}`. The first is what the others are compared with. Let random
             numbers come from torch's, NumPy's or Python's global generators, which are seeded.
+            (Keras draws the seeds of its layers in their order, so another layer changes the
+            initial weights of those after it.)
         x, y: as in `fit`. The data must be readable more than once.
         metric: a name in the history of `fit`. Default `"val_loss"`.
         mode: `"min"`, `"max"` or `"auto"` (default), which follows the metric's name.
-        seeds: the most seeds. Default 20. At least 6 for a level of 0.95.
+        seeds: the most seeds, from 0 on, or the seeds themselves, such as `range(1, 21)`. Default
+            20. At least 6 for a level of 0.95.
         level: how often the verdict and the intervals are right. Default 0.95.
         practical: the difference that matters, in the metric's unit: 0.002 of an accuracy is 0.2
             points. Default None: any.
@@ -345,22 +349,26 @@ def compare(
         raise ConfigurationError("builders must have at least two functions to compare.")
     for name, build in builders.items():
         check_builder(f"builders[{name!r}]", build)
+        if folder is not None and (not re.fullmatch(r"[^%/\\:]+", name) or name[0] == "."):
+            raise ConfigurationError(
+                f"builders has {name!r}, which can't be a folder's name. Choose another name."
+            )
     level = check_number("level", level, minimum=0.5, below=1)
     others = len(builders) - 1
     each = 1 - (1 - level) / others  # Bonferroni: the candidates share the error
     least = first_look(each)
-    seeds = check_count("seeds", seeds)
-    if seeds < least:
+    numbers = _checked_seeds(seeds)
+    if len(numbers) < least:
         raise ConfigurationError(
-            f"seeds={seeds} can't settle anything: with fewer than {least}, luck alone gives all "
-            f"differences one sign too often for level={level:g}. Give at least {least}."
+            f"{len(numbers)} seeds can't settle anything: with fewer than {least}, luck alone "
+            f"gives all differences one sign too often for level={level:g}. Give at least {least}."
         )
     practical = check_number("practical", practical, above=0, optional=True)
     runs = checked_runs(
         "compare", dict(builders), x, y, fit, metric=metric, mode=mode, take=take,
         workers=workers, threads=threads, folder=folder, verbose=verbose,
     )  # fmt: skip
-    looks = _Looks(list(builders), runs, seeds, level, each, practical)
+    looks = _Looks(list(builders), runs, numbers, level, each, practical)
     with Notes(runs.folder, {**runs.about, "names": list(builders)}) as notes:
         for record in notes.known:
             looks.note(record.get("name"), record.get("seed"), known_value(record), record)
@@ -385,6 +393,20 @@ def compare(
     return found_now
 
 
+def _checked_seeds(seeds: object) -> list[int]:
+    """Return the seeds that were given, or so many from 0 on.
+
+    Raises:
+        ArgumentTypeError, ConfigurationError: they are no seeds, or one is there twice.
+    """
+    if isinstance(seeds, (list, tuple, range)):
+        numbers = [check_count("seeds", seed, minimum=0) for seed in seeds]
+        if len(set(numbers)) < len(numbers):
+            raise ConfigurationError("seeds has a seed twice, whose runs would be the same.")
+        return numbers
+    return list(range(check_count("seeds", seeds)))
+
+
 def _no_answer(job: Job, question: Any) -> None:
     return None
 
@@ -400,7 +422,7 @@ class _Looks:
         self,
         names: list[str],
         runs: Runs,
-        seeds: int,
+        seeds: list[int],
         level: float,
         each: float,
         practical: float | None,
@@ -427,7 +449,7 @@ class _Looks:
 
     def jobs(self) -> Iterator[Job]:
         """Yield the runs that are needed, as far as is known when the next one is asked for."""
-        for seed in range(self.seeds):
+        for seed in self.seeds:
             for name in self.names:
                 if self._is_needed(name) and (name, seed) not in self.values:
                     yield {"name": name, "seed": seed, "folder": f"{name}/{seed}"}
@@ -447,12 +469,13 @@ class _Looks:
 
     def look(self) -> None:
         """Look at each further seed whose runs are done."""
-        while self.seen < self.seeds:
+        while self.seen < len(self.seeds):
+            seed = self.seeds[self.seen]
             needed = [name for name in self.names if self._is_needed(name)]
-            if not needed or any((name, self.seen) not in self.values for name in needed):
+            if not needed or any((name, seed) not in self.values for name in needed):
                 return
             for name in self.names:
-                value = self.values[name, self.seen] if name in needed else None
+                value = self.values[name, seed] if name in needed else None
                 self.taken[name].append(value)
             first = self.taken[self.names[0]][-1]
             for name in needed:
@@ -465,7 +488,7 @@ class _Looks:
                 self._say(needed)
 
     def _interval(self, name: str) -> tuple[float, float]:
-        return interval(self.differences[name], self.seeds, self.each)
+        return interval(self.differences[name], len(self.seeds), self.each)
 
     def _verdict(self, name: str) -> Verdict:
         low, high = self._interval(name)
@@ -480,7 +503,7 @@ class _Looks:
         for name in needed:
             value = self.taken[name][-1]
             parts.append(f"{name} {'failed' if value is None else format(value, '.5g')}")
-        say(f"seed {self.seen - 1}: {', '.join(parts)}")
+        say(f"seed {self.seeds[self.seen - 1]}: {', '.join(parts)}")
 
     def check_runs(self, interrupted: bool) -> None:
         """Refuse candidates that never had a value.
@@ -504,12 +527,13 @@ class _Looks:
             count = len(differences)
             mean = math.fsum(differences) / count if count else math.nan
             pairs[name] = Pair(name, mean, self._interval(name), count, self.verdicts[name])
-        looked_at = [key for key in self.failures if key[1] < self.seen]
+        seeds = self.seeds[: self.seen]
+        failed = [self.failures[n, s] for s in seeds for n in self.names if (n, s) in self.failures]
         return Comparison(
             self.taken,
             pairs,
-            list(range(self.seen)),
-            [self.failures[key] for key in sorted(looked_at, key=lambda key: key[1])],
+            seeds,
+            failed,
             self.runs.work.metric,
             self.runs.mode,
             self.level,

@@ -46,6 +46,8 @@ def test_the_better_one_is_named_after_the_first_seeds_that_settle_it():
     low, high = found.interval
     assert low < found.difference < high < 0  # a loss: less is better
     assert str(found).startswith("fast is better by ") and "6 seeds" in str(found)
+    again = compare({"slow": lambda: build(1e-3), "fast": build}, X, Y, seeds=range(2, 20), **FIT)
+    assert again.seeds[:4] == [2, 3, 4, 5] and again.runs["fast"][:4] == found.runs["fast"][2:6]
     other_way = compare({"fast": build, "slow": lambda: build(1e-3)}, X, Y, **FIT)
     assert other_way.better == "fast" and other_way.pairs["slow"].verdict == "worse"
     assert other_way.runs["fast"] == found.runs["fast"]
@@ -210,6 +212,8 @@ def test_a_folder_keeps_each_run_and_a_later_call_goes_on(tmp_path, monkeypatch)
     assert json.loads((tmp_path / "fast" / "0" / "run.json").read_text())["status"] == "finished"
     with pytest.raises(ConfigurationError, match="epochs"):
         compare(both(0), X, Y, epochs=3, folder=tmp_path, **FIT)
+    with pytest.raises(ConfigurationError, match="name"):
+        compare({"a": build, "../b": build}, X, Y, folder=tmp_path, **FIT)
     (tmp_path / "runs.jsonl").write_text("hello\n")
     with pytest.raises(ConfigurationError, match="isn't a file of runs"):
         compare(both(0), X, Y, epochs=2, folder=tmp_path, **FIT)
@@ -239,6 +243,8 @@ def test_it_is_data_a_table_and_a_picture(capsys, tmp_path):
     ("change", "error"),
     [
         ({"seeds": 5}, ConfigurationError),
+        ({"seeds": [3, 1, 2, 3, 4, 5, 6]}, ConfigurationError),
+        ({"folder": "runs/%n"}, ConfigurationError),
         ({"level": 1.0}, ConfigurationError),
         ({"practical": 0}, ConfigurationError),
         ({"epoch": 3}, ArgumentTypeError),

@@ -118,13 +118,6 @@ def test_optuna_chooses_prunes_and_goes_on(tmp_path, monkeypatch):
     assert found.best.params["value"] < worst
 
 
-@pytest.mark.timeout(120)
-def test_two_workers_find_what_one_finds():
-    one = search(build, SPACE, X, Y, runs=4, **FIT)
-    two = search(build, SPACE, X, Y, runs=4, **{**FIT, "workers": 2})
-    assert one.runs == two.runs
-
-
 def test_a_value_that_is_no_number_is_a_failure():
     found = search(lambda value: given_values(math.nan), {"value": [1]}, X, Y, runs=1, **FIT)
     assert found.best is None and found.runs[0].state == "failed"
