@@ -101,7 +101,7 @@ FACES = {
     "distributed/strategies/ddp.py": {"comm_hooks"},
     "training/compiler.py": {"jit"},
     "training/data_wait.py": {"data_advice"},
-    "training/fit.py": {"sync_batchnorm"},
+    "training/fit.py": {"bad_numbers", "sync_batchnorm"},
     "training/lone_watch.py": {"whereabouts"},
     "training/step.py": {"explain"},
     "training/surroundings.py": {"explain"},
