@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -230,10 +230,10 @@ class Run(Protocol):
 class Guard(Protocol):
     """What a callback decides of batches and updates. All ranks decide alike."""
 
-    def counts(self, optimizer: Any, batch: Batch, outcome: Any) -> bool:
+    def counts(self, optimizer: Optimizer, batch: Batch, outcome: object) -> bool:
         """Look at a batch's outcome; return whether the logs count it."""
 
-    def admits(self, applier: Any) -> bool:
+    def admits(self, applier: object) -> bool:
         """Return whether an update is made from gradients that are complete."""
 
 

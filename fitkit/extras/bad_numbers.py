@@ -61,7 +61,7 @@ def indices_of(run: Any, number: int, place: int) -> list[int] | None:
     generators = run.source.generators
     with kept_random_numbers(generators):
         set_random_state(began, generators)
-        batch = next(mine.batches(number, place), None)
+        batch: Any = next(mine.batches(number, place), None)
     data = getattr(batch, "data", None)
     if isinstance(data, (tuple, list)):
         data = data[0]
@@ -74,9 +74,10 @@ def indices_of(run: Any, number: int, place: int) -> list[int] | None:
 def _numbered(source: Source) -> Source | None:
     """Return a source whose samples are their indices, in the same order; None if there is none."""
     found: Any = copy.copy(source)
+    numbered: Source = found
     if isinstance(source, ArraySource):
         found.batch, found._flat = (torch.arange(source.samples),), True
-        return found  # type: ignore[no-any-return]
+        return numbered
     if not isinstance(source, LoaderSource) or source.is_stream or source.own_state is not None:
         return None
     loader = source.loader
@@ -93,7 +94,7 @@ def _numbered(source: Source) -> Source | None:
     ):  # fmt: skip
         object.__setattr__(other, name, value)
     found.loader, found._reader = other, None
-    return found  # type: ignore[no-any-return]
+    return numbered
 
 
 def named_samples(indices: list[int] | None) -> str:

@@ -17,7 +17,6 @@ from fitkit.extras.bad_numbers import first_bad, indices_of, named_samples
 from fitkit.extras.watches import LEAST_SPREAD, NORMAL, NonFiniteError
 from fitkit.seams.callbacks import Callback, Logs, from_all_ranks, run_of
 from fitkit.seams.data import Batch
-from fitkit.seams.steps import Applier, Outcome
 
 WINDOW = 50
 """Updates whose losses are compared; spikes are found from half of them on."""
@@ -161,7 +160,7 @@ class SkipBadUpdates(Callback):
 
     # ------------------------------------------------------------------ as the updates' guard
 
-    def counts(self, optimizer: Any, batch: Batch, outcome: Outcome) -> bool:
+    def counts(self, optimizer: Any, batch: Batch, outcome: Any) -> bool:
         """Take a batch's loss, before its update; return whether the logs count it."""
         if outcome.loss is None or not batch.samples:
             return True
@@ -175,7 +174,7 @@ class SkipBadUpdates(Callback):
         by_steps = run.arguments.steps_per_epoch is not None  # then the stream counts, ahead
         return progress.number, progress.batches - (progress.shares if by_steps else 0)
 
-    def admits(self, applier: Applier) -> bool:
+    def admits(self, applier: Any) -> bool:
         """Return whether an update is made; all ranks give the same answer.
 
         Ranks:
@@ -196,7 +195,7 @@ class SkipBadUpdates(Callback):
         )
         loss = total / count if count else math.nan
         if not lost and not self._is_spike(loss):
-            self._made(applier, loss)
+            self._made(loss)
             return True
         self._leave_out(noted, losses, bad, loss if not lost else math.nan)
         return False
@@ -209,7 +208,7 @@ class SkipBadUpdates(Callback):
         spread = max(NORMAL * deviation, LEAST_SPREAD * abs(middle))
         return loss - middle > self.spikes * spread
 
-    def _made(self, applier: Applier, loss: float) -> None:
+    def _made(self, loss: float) -> None:
         self._row, self._is_restored = 0, False
         if math.isfinite(loss):
             self._losses.append(loss)
