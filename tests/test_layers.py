@@ -116,7 +116,7 @@ FACES = {
     "training/batch_changes.py": {"batch_transforms"},
     "training/compiler.py": {"jit"},
     "training/data_wait.py": {"data_advice"},
-    "training/fit.py": {"sync_batchnorm"},
+    "training/fit.py": {"bad_numbers", "sync_batchnorm"},
     "training/step.py": {"explain", "own_loss"},
     "training/lone_watch.py": {"whereabouts"},
     "training/surroundings.py": {"explain"},

@@ -1,4 +1,4 @@
-"""For callbacks and loggers: the base class, and what ranks tell one another.
+"""For callbacks and loggers: the base class, what ranks tell one another, and a run's data.
 
 Example:
     >>> import torch, fitkit
@@ -44,11 +44,15 @@ from fitkit.callbacks.display import (
     speed,
 )
 from fitkit.callbacks.monitor import Monitor
+from fitkit.data.arrays import ArraySource
+from fitkit.data.loaders import reads_by_index
+from fitkit.training.surroundings import rank_source
 from fitkit.training.validation_names import validation_name
 
 __all__ = [
     "CALLBACKS",
     "AnyRankFlag",
+    "ArraySource",
     "Callback",
     "Callbacks",
     "CheckpointWriter",
@@ -65,6 +69,8 @@ __all__ = [
     "is_multiple_in",
     "is_terminal",
     "print_on_rank_zero",
+    "rank_source",
+    "reads_by_index",
     "run_of",
     "share_buffers",
     "short_count",

@@ -465,8 +465,12 @@ class Fit:
         losses = [validation_name("loss", name) for name in self.held_out]
         sentence = self.arguments.callback_list.warning_of(logs, losses)
         if sentence is not None:
+            from fitkit.extras.bad_numbers import first_bad_of
+
             self.has_warned_of_non_finite = True
-            warn(f"In epoch {epoch + 1} {sentence}")
+            where = first_bad_of(self)
+            data = "" if where is None else f" In the data, {where}."
+            warn(f"In epoch {epoch + 1} {sentence}{data}")
 
     def _tell_wait(self) -> None:
         """Note how long the first epoch waited for data; say it, on rank 0, if that was long."""

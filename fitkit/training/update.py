@@ -319,7 +319,9 @@ class Update:
         step, is_part = self.step, self.is_part
         with self._around_step() if self.accumulate > 1 else AS_IS:
             outcome = step(batch, index, is_part=is_part, **optimizer)
-            step.record(batch, outcome)
+            guard = self._fit_state.guard
+            if guard is None or guard.counts(self.optimizer, batch, outcome):
+                step.record(batch, outcome)
             outcome.outputs = None  # nothing more reads them, and they may be large
             if self._again is not None and outcome.loss is not None:
                 again = partial(step.again, batch, index, is_part=is_part, **optimizer)

@@ -270,8 +270,8 @@ class JitOptimizer:
 
     @property
     def is_asked_for_norms(self) -> bool:
-        """Whether a callback wants the gradients' norms, which only eager updates record."""
-        return self._fit_state.grad_norms is not None
+        """Whether a callback looks at the gradients, which only eager updates show."""
+        return self._fit_state.grad_norms is not None or self._fit_state.guard is not None
 
     def stop(self, why: str) -> None:
         """Stop compiling the optimizer's step from now on, and warn."""
