@@ -121,14 +121,19 @@ TWO = {"loss": {"a": "cross_entropy", "b": "mse"}, "loss_weights": {"a": 1.0, "b
 @pytest.mark.parametrize(
     ("options", "data"),
     [
-        ({"lr_scheduler": {"scheduler": COSINE, "interval": "step"}, "metrics": ["f1"]}, {}),
-        ({"net": TwoOutputs, **TWO}, {"y": {"a": Y, "b": VALUES}}),
+        (
+            {"net": TwoOutputs, **TWO, "lr_scheduler": {"scheduler": COSINE, "interval": "step"}},
+            {"y": {"a": Y, "b": VALUES}},
+        ),
         pytest.param(
             {}, {"sample_weight": torch.rand(53, dtype=torch.float64)}, marks=pytest.mark.slow
         ),
-        ({"loss": squares, "metrics": [squares]}, {"y": VALUES}),
+        pytest.param({"metrics": ["f1"]}, {}, marks=pytest.mark.slow),
+        pytest.param(
+            {"loss": squares, "metrics": [squares]}, {"y": VALUES}, marks=pytest.mark.slow
+        ),
     ],
-    ids=["a rate for each step", "several outputs", "weights", "own functions"],
+    ids=["several outputs and a rate for each step", "weights", "metrics", "own functions"],
 )
 def test_a_loop_gives_what_single_steps_give(options, data, loops):
     options = {"net": linear, **options}
@@ -200,6 +205,7 @@ def test_a_net_that_changes_from_step_to_step_is_never_in_a_loop(net, loops):
     assert model.global_step == plain.global_step == 18
 
 
+@pytest.mark.slow  # operation by operation: test_compiled_step.py
 def test_what_a_callback_changes_between_groups_holds_for_the_next_steps(loops):
     class Scale(fitkit.callbacks.Callback):
         def on_train_batch_end(self, batch, logs):
@@ -220,6 +226,7 @@ def test_what_a_callback_changes_between_groups_holds_for_the_next_steps(loops):
     assert max(loops) == 6
 
 
+@pytest.mark.slow  # without a loop: test_compiled_step.py
 def test_a_layer_that_thaws_is_compiled_once_more(loops):
     def run(**more):
         model = model_of(lambda: nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)), **more)
@@ -237,6 +244,7 @@ def test_a_layer_that_thaws_is_compiled_once_more(loops):
     assert loops[-1] == 6
 
 
+@pytest.mark.slow
 def test_batches_too_large_for_one_place_make_shorter_calls(loops, monkeypatch):
     monkeypatch.setattr("fitkit.extras.jit.update.MOST_BYTES", 3 * 8 * 8 * (6 + 1))
     model, plain = model_of(linear, jit_compile=True), model_of(linear)
