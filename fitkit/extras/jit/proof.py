@@ -23,6 +23,7 @@ from torch import fx, nn
 from fitkit import trees
 from fitkit.accelerators import widest_dtype
 from fitkit.extras.jit.kernels import joined
+from fitkit.extras.jit.probe import remembered
 from fitkit.extras.jit.tracing import UncompiledError, why_uncompiled
 from fitkit.random_states import kept_random_numbers, random_state
 
@@ -205,7 +206,7 @@ def compiler(backend: str | Graph, **options: Any) -> Graph:
         return partial(found, **options)
 
     def compile_graph(module: fx.GraphModule, inputs: Any) -> Any:
-        with joined():
+        with remembered(), joined():
             return found(module, inputs, **options)
 
     return compile_graph
