@@ -28,7 +28,7 @@ from fitkit.errors import warn
 from fitkit.extras.jit.graph_calls import Parts
 from fitkit.extras.jit.loop import at, marked, stacked
 from fitkit.extras.jit.net import JitNet, as_written
-from fitkit.extras.jit.optimizer import JitOptimizer
+from fitkit.extras.jit.optimizer import JitOptimizer, Place
 from fitkit.extras.jit.programs import UpdatePrograms, copied, most_steps, shapes_of
 from fitkit.extras.jit.proof import MisfitError
 from fitkit.extras.jit.shapes import Shapes
@@ -480,12 +480,12 @@ class JitUpdate:
         found = [self._whole([entered], place)[:2] for place, entered in enumerate(given)]
         return self._traced.joined(found, given)
 
-    def _whole(self, given: Sequence[Any], place: Any = 0) -> Any:
+    def _whole(self, given: Sequence[Any], place: Place = None) -> Any:
         """Compute the step from a batch; traced.
 
         Args:
             given: the batch, from `TracedStep.entered`.
-            place: the step's index in the call.
+            place: the step's index in a call of several.
 
         Returns:
             The loss, the other values that the step records, and the gradients. The gradients are
