@@ -53,22 +53,39 @@ def indices_of(run: Any, number: int, place: int) -> list[int] | None:
     Ranks:
         Collective.
     """
+    found = next(_replayed(run, number, place), None)
+    return None if found is None else found.tolist()
+
+
+def indices_of_pass(run: Any, number: int) -> list[Any] | None:
+    """Return the indices of the samples that this rank has in each batch of a pass: int64 (B,).
+
+    Ranks:
+        Collective.
+    """
+    found = list(_replayed(run, number, 0))
+    return None if not found or any(one is None for one in found) else found
+
+
+def _replayed(run: Any, number: int, place: int) -> Iterator[torch.Tensor | None]:
+    """Yield the indices of a pass's batches from `place` on; None for one that can't be known."""
     source = _numbered(run.source.whole)
     (began,) = run.progress.began
     if source is None or began is None:
-        return None
+        return
     mine = rank_source(run.model, source, training=True, samples_of=samples_of)
     generators = run.source.generators
     with kept_random_numbers(generators):
         set_random_state(began, generators)
-        batch: Any = next(mine.batches(number, place), None)
-    data = getattr(batch, "data", None)
-    if isinstance(data, (tuple, list)):
-        data = data[0]
-    if not isinstance(data, torch.Tensor) or data.ndim != 1:
-        return None
-    found: list[int] = data.tolist()
-    return found[: batch.samples]
+        batches: Iterator[Any] = mine.batches(number, place)
+        for batch in batches:
+            data = getattr(batch, "data", None)
+            if isinstance(data, (tuple, list)):
+                data = data[0]
+            if isinstance(data, torch.Tensor) and data.ndim == 1:
+                yield data[: batch.samples]
+            else:
+                yield None
 
 
 def _numbered(source: Source) -> Source | None:
@@ -88,7 +105,7 @@ def _numbered(source: Source) -> Source | None:
     in_memory = reads_by_index(loader)
     for name, value in (
         ("dataset", TensorDataset(torch.arange(count)) if in_memory else Numbers(count)),
-        ("collate_fn", torch.utils.data.default_collate),
+        ("collate_fn", torch.utils.data.default_collate if in_memory else torch.tensor),
         ("num_workers", 0), ("pin_memory", False), ("timeout", 0), ("worker_init_fn", None),
         ("prefetch_factor", None), ("persistent_workers", False), ("_iterator", None),
     ):  # fmt: skip
