@@ -80,7 +80,8 @@ class RunSteps:
         updates: dict[int, tuple[list[float], int, float]] = {}
         for at, (_, update, rate) in enumerate(batches):
             values, digest, first = updates.get(update, ([], 0, rate))
-            values += [loss for one in found if (loss := one[at][0]) is not None]
+            losses_here: list[Any] = [one[at][0] for one in found]
+            values += [loss for loss in losses_here if loss is not None]
             digest = (digest + sum(one[at][1] for one in found)) % 2**64
             updates[update] = values, digest, first
         rows = np.zeros(len(updates), ROW)

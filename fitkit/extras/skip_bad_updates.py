@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from fitkit.arguments import check_choice, check_count, check_number
-from fitkit.closures import uses_closure
 from fitkit.errors import ConfigurationError, warn
 from fitkit.extras.bad_numbers import first_bad, indices_of, named_samples
 from fitkit.extras.watches import LEAST_SPREAD, NORMAL, NonFiniteError
 from fitkit.seams.callbacks import Callback, Logs, from_all_ranks, run_of
 from fitkit.seams.data import Batch
+from fitkit.seams.optimizers import uses_closure
 
 WINDOW = 50
 """Updates whose losses are compared; spikes are found from half of them on."""
