@@ -92,7 +92,8 @@ def _compiled(
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     if len(kernels) > 1:
-        names, found = list(kernels), {}
+        names = list(kernels)
+        found: dict[str, Any] = {}
         files = max(1, min(get_compile_threads(), len(names) // FILE_OF))
         submit = {"submit_fn": compiler.submit} if files > 1 else {}
         try:
