@@ -205,8 +205,9 @@ def bodies(graph: fx.Graph) -> list[fx.Graph]:
     loops = graph.find_nodes(op="call_function", target=while_loop_op)
     found = [getattr(module, node.args[1].target).graph for node in loops]
     order = getattr(getattr(post_grad, ORDER, None), "original", None)
-    for body in found if order is not None else ():
-        order(body)
+    if order is not None:
+        for body in found:
+            order(body)
     return found
 
 

@@ -153,8 +153,8 @@ class Group:
             # corrections once, not for each parameter.
             counts = wide[self._counts]
             wide[self._counts] = [counts[0].clone() for _ in counts]
-        of_loop = isinstance(place, torch.Tensor)
-        rate = at(self.rates, place) if of_loop else self.rates[place or 0]
+        rates = self.rates
+        rate = at(rates, place) if isinstance(place, torch.Tensor) else rates[place or 0]
         self.function(self.parameters, own, *wide, lr=rate, **self.settings)
         for before, after in zip(self.states, wide, strict=True):
             for one, computed in zip(before, after, strict=True):
