@@ -22,8 +22,9 @@ from fitkit.module import Module
 from fitkit.outputs import named_outputs
 from fitkit.random_states import kept_random_numbers
 from fitkit.samples import samples_in
+from fitkit.training.net_call import forward_of
 from fitkit.training.parts_of_batches import labels_inside, unpacker_of
-from fitkit.training.step import CompiledStep, forward_of
+from fitkit.training.step import CompiledStep
 from fitkit.training.step_for import Step
 from fitkit.typing import Tree
 
@@ -309,9 +310,7 @@ class BatchTransforms:
     def __init__(self, model: Module, step: Step, transforms: Sequence[BatchTransform]) -> None:
         compilation = model._fitkit.compilation
         self._model, self._step = model, step
-        self._compiled: CompiledStep = (
-            step if isinstance(step, CompiledStep) else step.context.compiled
-        )
+        self._compiled: CompiledStep = step if isinstance(step, CompiledStep) else step.compiled
         self._transforms = transforms
         self._ranks: Collectives = compilation.strategy.data_ranks
         if not step.mover.is_ours:
@@ -392,7 +391,7 @@ class BatchTransforms:
                 model.eval()
                 forward = forward_of(strategy.wrap_for_evaluation(model))
                 try:
-                    outputs = self._compiled.caller(self._compiled.in_precision(forward), x)
+                    outputs = self._compiled.net(x, self._compiled.net.in_precision(forward))
                 except (NotImplementedError, ConfigurationError) as error:
                     if self._compiled is self._step:
                         raise

@@ -100,9 +100,9 @@ LIMITS = {
     "the same without metrics": (lambda: from_loader(()), 280),
     "arrays, Adam and accuracy by name": (from_arrays, 286),
     "evaluate on arrays": (evaluated, 65),
-    "predict on arrays": (predicted, 41),
-    "train_on_batch": (lambda: one_by_one("train_on_batch", "x", "y"), 580),
-    "test_on_batch": (lambda: one_by_one("test_on_batch", "x", "y"), 370),
+    "predict on arrays": (predicted, 43),
+    "train_on_batch": (lambda: one_by_one("train_on_batch", "x", "y"), 595),
+    "test_on_batch": (lambda: one_by_one("test_on_batch", "x", "y"), 388),
     "predict_on_batch": (lambda: one_by_one("predict_on_batch", "x"), 255),
 }
 """What is run, and the most calls that a step of it may make."""
