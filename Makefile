@@ -12,6 +12,7 @@
 #   make test-gpu    what needs an NVIDIA GPU, then benchmarks/gpu.py, with the torch that is there: PYTHON=python3
 #   make test-simulated-gpu   what speaks to devices, on simulated GPUs (Linux, g++): ARGS=short for what CI runs, ARGS=all for all
 #   make lint        ruff: rules and formatting     make typecheck   mypy, and pyright on what users write
+#   make mutants     break the core's promises line by line: the tests named beside each must fail; ARGS="weighing" for some
 #   make coverage    the tests of fitkit/training, and which of its branches they take
 #   make bench       the benchmarks                 make bench ARGS="step arrays --quick"
 #   make bench-peers other libraries for them, in an environment of their own
@@ -36,7 +37,7 @@ SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all with test-with test-with-newest test-cluster test-engines test-gpu test-simulated-gpu coverage lint typecheck bench bench-peers soak docs pictures release clean
+.PHONY: help setup demo test test-all with test-with test-with-newest test-cluster test-engines test-gpu test-simulated-gpu mutants coverage lint typecheck bench bench-peers soak docs pictures release clean
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -45,9 +46,9 @@ setup: $(STAMP)
 
 # OpenMP's threads spin while they wait for one another, and take the cores from each other where programs are more than cores:
 # on two cores at loads of 6 to 10 the demo took 101 s of them, so 39.
-demo test test-all test-with coverage: export OMP_WAIT_POLICY ?= passive
+demo test test-all test-with mutants coverage: export OMP_WAIT_POLICY ?= passive
 # Tests start hundreds of processes; without bytecode files each compiles fitkit anew, 0.4 s.
-demo test test-all test-with coverage: export PYTHONDONTWRITEBYTECODE :=
+demo test test-all test-with mutants coverage: export PYTHONDONTWRITEBYTECODE :=
 
 demo: $(DEMO)
 	@$(BIN)/python examples/digits.py $(ARGS)
@@ -95,6 +96,9 @@ test-with-newest: $(UV)
 
 coverage: $(STAMP)
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow" --cov=fitkit/training --cov-branch --cov-report=term-missing:skip-covered tests/unit/training $(ARGS)
+
+mutants: $(STAMP)
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 test-cluster: $(STAMP)
 	@$(BIN)/python -m pytest tests/cluster $(ARGS)

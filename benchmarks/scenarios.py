@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
-from benchmarks import checkpoints, ddp, footprint, ranks
+from benchmarks import checkpoints, ddp, footprint, ranks, samples
 from benchmarks.contest import OURS, Side, against, contest, in_one_process, peers_there
 from benchmarks.measuring import Row
 from benchmarks.tasks import Task
@@ -233,4 +233,5 @@ SCENARIOS: dict[str, Callable[[Length], Iterator[Row]]] = {
     "checkpoint": lambda length: checkpoints.rows(length.pairs, 14 if length.share == 1 else 2),
     "ddp": lambda length: ddp.rows(2 * -(-length.pairs // 2)),
     "scaling": scaling,
+    "samples": lambda length: samples.rows(length.pairs, length.share),
 }

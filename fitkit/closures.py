@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dis
 import inspect
-from collections.abc import Iterator
-from types import CodeType
 from typing import Any
 
 from torch.optim import Optimizer
@@ -13,27 +10,6 @@ from torch.optim import Optimizer
 from fitkit.optimizer_copies import with_inner
 
 NAME = "closure"
-NONE_TESTS = {
-    "POP_JUMP_IF_NONE": True,
-    "POP_JUMP_FORWARD_IF_NONE": True,
-    "POP_JUMP_BACKWARD_IF_NONE": True,
-    "POP_JUMP_IF_NOT_NONE": False,
-    "POP_JUMP_FORWARD_IF_NOT_NONE": False,
-    "POP_JUMP_BACKWARD_IF_NOT_NONE": False,
-}
-"""Instructions that test for None, and whether they jump there (Python 3.11 and later)."""
-TRUTH_TESTS = {
-    "POP_JUMP_IF_TRUE": True,
-    "POP_JUMP_FORWARD_IF_TRUE": True,
-    "POP_JUMP_BACKWARD_IF_TRUE": True,
-    "POP_JUMP_IF_FALSE": False,
-    "POP_JUMP_FORWARD_IF_FALSE": False,
-    "POP_JUMP_BACKWARD_IF_FALSE": False,
-}
-"""Instructions that test a value, and for which value they jump."""
-ENDS = ("RETURN_VALUE", "RETURN_CONST")
-LEAVES = (*ENDS, "RAISE_VARARGS", "RERAISE")
-JUMPS = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD_NO_INTERRUPT")
 
 
 def uses_closure(optimizer: Optimizer) -> bool:
@@ -62,74 +38,11 @@ def _uses(optimizer: Optimizer, kinds: tuple[type, ...]) -> bool:
                 return True
             if kind.__module__.startswith("torch.optim."):
                 return False
-            use = _use_of_none(getattr(inspect.unwrap(step), "__code__", None))
+            from fitkit.extras.bytecode import use_of_none
+
+            use = use_of_none(getattr(inspect.unwrap(step), "__code__", None), NAME)
             if use == "handed on":
                 inner = with_inner([optimizer])[1:]
                 return _uses(optimizer, kinds[number + 1 :]) or any(map(uses_closure, inner))
             return use != "none"
     return False
-
-
-def _use_of_none(code: CodeType | None) -> str:
-    """How a step uses a closure that is None: "none", "handed on" to another step, or "used"."""
-    if code is None:
-        return "used"
-    instructions = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
-    at = {one.offset: number for number, one in enumerate(instructions)}
-    seen: set[int] = set()
-    waiting, returns, handed_on = [0], False, False
-    while waiting:
-        number = waiting.pop()
-        if number in seen or number >= len(instructions):
-            continue
-        seen.add(number)
-        one = instructions[number]
-        if _reads(one):
-            known = _after_test(instructions, number)
-            if known is not None:
-                jump, jumps = known
-                waiting.append(at[instructions[jump].argval] if jumps else jump + 1)
-            elif _is_argument_of_step(instructions, number):
-                handed_on = True
-                waiting.append(number + 1)
-            else:
-                return "used"
-            continue
-        if one.opname in LEAVES:
-            returns = returns or one.opname in ENDS
-            continue
-        if one.opcode in dis.hasjrel or one.opcode in dis.hasjabs:
-            waiting.append(at[one.argval])
-        if one.opname not in JUMPS:
-            waiting.append(number + 1)
-    return "used" if not returns else "handed on" if handed_on else "none"
-
-
-def _reads(one: dis.Instruction) -> bool:
-    """Whether an instruction reads the closure; some read two variables at once."""
-    names = one.argval if isinstance(one.argval, tuple) else (one.argval,)
-    return one.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_CLOSURE")) and NAME in names
-
-
-def _after_test(instructions: list[dis.Instruction], number: int) -> tuple[int, bool] | None:
-    """Where a test of the closure jumps or goes on, and whether it jumps; None if it's no test."""
-    following = iter(range(number + 1, len(instructions)))
-    jump = next(following)
-    name = instructions[jump].opname
-    if name in NONE_TESTS:
-        return jump, NONE_TESTS[name]
-    value = False  # bool(None)
-    if name == "LOAD_CONST" and instructions[jump].argval is None:
-        test = instructions[next(following)]
-        if test.opname != "IS_OP":
-            return None
-        jump, value = next(following), test.arg == 0
-    jump = next(following) if instructions[jump].opname == "TO_BOOL" else jump
-    name = instructions[jump].opname
-    return (jump, TRUTH_TESTS[name] is value) if name in TRUTH_TESTS else None
-
-
-def _is_argument_of_step(instructions: list[dis.Instruction], number: int) -> bool:
-    before: Iterator[dis.Instruction] = reversed(instructions[:number])
-    called = next((one for one in before if one.opname != "PUSH_NULL"), None)
-    return called is not None and called.argval == "step"

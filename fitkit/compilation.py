@@ -101,6 +101,7 @@ class CompileArguments:
     steps_per_execution: int = 1
     effective_batch_size: int | None = None
     batch_transforms: BatchTransformsArgument = None
+    out_of_memory: Literal["raise", "split"] = "raise"
 
     def __post_init__(self) -> None:
         bounded = {"minimum": 0, "optional": True}
@@ -115,6 +116,7 @@ class CompileArguments:
         keep_checked(self, check_count, "effective_batch_size", optional=True)
         keep_checked(self, check_number, "gradient_clip_val", above=0, optional=True)
         keep_checked(self, check_choice, "gradient_clip_algorithm", choices=("norm", "value"))
+        keep_checked(self, check_choice, "out_of_memory", choices=("raise", "split"))
         keep_checked(self, check_choice, "scale_lr", choices=(None, "linear", "sqrt"))
         keep_checked(self, check_flag, "sync_batchnorm", "replace_sampler", "auto_select_gpus")
         keep_checked(self, check_choice, "log_gpu_memory", choices=(None, "all", "min_max"))
@@ -354,6 +356,8 @@ class Compilation:
             if anew.metrics
             else self.metrics,
         ).on(given.chosen_strategy() if anew.hardware else self.strategy)
+        if given.out_of_memory == "split":
+            _check_splitting(given, made.strategy)
         made.optimizer.check_parameters(made.trained(model).parameters())
         return made
 
@@ -417,3 +421,21 @@ def _check_combinations(given: CompileArguments, anew: Anew) -> None:
         )
     if anew.optimizer and (optimizer is None or isinstance(optimizer, bool)):
         raise ArgumentTypeError(f"optimizer={optimizer!r} must be a name, class or instance.")
+
+
+def _check_splitting(given: CompileArguments, strategy: Strategy) -> None:
+    """Refuse to compute batches in parts where ranks or devices compute each of them together."""
+    if not strategy.cuts_batches or strategy.has_engine or strategy.replicates:
+        raise ConfigurationError(
+            "out_of_memory='split' computes a batch in parts on each rank by itself, but under "
+            f"strategy={strategy.name!r} the ranks or devices exchange something within a batch. "
+            "Use one device, strategy='ddp' or 'ddp_spawn', or leave the option out.",
+            code="FK068",
+        )
+    if given.sync_batchnorm:
+        raise ConfigurationError(
+            "out_of_memory='split' and sync_batchnorm=True can't be combined: ranks that compute "
+            "their batches in unequal numbers of parts would wait for each other. Leave one of "
+            "them out.",
+            code="FK068",
+        )

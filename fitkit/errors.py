@@ -98,6 +98,8 @@ CODES = {
     "FK061": "a loss that sums over a batch",
     "FK064": "forked processes that never begin",
     "FK065": "a teacher that can't teach",
+    "FK068": "what can't be computed in parts",
+    "FK069": "a batch that is computed in parts",
     "FK070": "a copy of a model that the ranks hold in parts",
     "FK071": "a callback in two running calls of fit",
     "FK072": "compiled code that gives other numbers",

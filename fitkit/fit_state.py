@@ -233,6 +233,16 @@ class Run(Protocol):
         """Collect the weights and all else for a checkpoint, as `weights` does."""
 
 
+class Guard(Protocol):
+    """What a callback decides of batches and updates. All ranks decide alike."""
+
+    def counts(self, optimizer: Optimizer, batch: Batch, outcome: object) -> bool:
+        """Look at a batch's outcome; return whether the logs count it."""
+
+    def admits(self, applier: object) -> bool:
+        """Return whether an update is made from gradients that are complete."""
+
+
 @dataclasses.dataclass
 class FitState:
     """The optimizers and schedulers, made when they are first needed after `compile`.
@@ -249,6 +259,8 @@ class FitState:
         accumulate: batches whose gradients make one update, from the next group on.
         grad_norms: the gradient norm of each update before clipping, since a callback last took
             them. None if nobody asks.
+        guard: a callback's, which says whether a batch counts in the logs, and before each update
+            whether it is made (`counts`, `admits`). None if all are.
         frozen: the parameters that `toggle_optimizer` froze.
         scalings: the loss scalers of half precision, one per optimizer. Empty without scaling.
         stored_scalings: their states in a checkpoint.
@@ -270,6 +282,7 @@ class FitState:
     rate_factor: float = 1.0
     accumulate: int = 1
     grad_norms: list[torch.Tensor] | None = None
+    guard: Guard | None = None
     frozen: list[torch.nn.Parameter] = dataclasses.field(default_factory=list)
     scalings: list[Scaling] = dataclasses.field(default_factory=list)
     stored_scalings: list[PlainData] = dataclasses.field(default_factory=list)
@@ -284,7 +297,7 @@ class FitState:
     def __getstate__(self) -> PlainData:
         """Return the state of a copy: everything but the run. Its lists are its own."""
         lists = {name: list(value) for name, value in vars(self).items() if type(value) is list}
-        return {**vars(self), **lists, "run": None, "grad_norms": None}
+        return {**vars(self), **lists, "run": None, "grad_norms": None, "guard": None}
 
     def optimizers_for(
         self,

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from fitkit import model_names, trees
 from fitkit.accelerators import is_accelerator
-from fitkit.arguments import check_flag, describe, only_known_arguments
+from fitkit.arguments import check_flag, check_number, describe, only_known_arguments
 from fitkit.callbacks.callback_list import Callbacks
 from fitkit.callbacks.history import History, Results
 from fitkit.compilation import (
@@ -42,7 +42,7 @@ from fitkit.guests import (
     warn_of_parts,
 )
 from fitkit.hooks import STAGES, check_callbacks, check_steps, overridden
-from fitkit.losses.class_weights import ClassWeights
+from fitkit.losses.class_weights import class_weights_of
 from fitkit.model_names import GivesWay, NotHere, check_attribute, check_definitions, public_names
 from fitkit.modes import in_use
 from fitkit.module import Module
@@ -247,6 +247,7 @@ class Model(Module):
         steps_per_execution: int | Unset = UNSET,
         effective_batch_size: int | Unset | None = UNSET,
         batch_transforms: BatchTransformsArgument | Unset = UNSET,
+        out_of_memory: Literal["raise", "split"] | Unset = UNSET,
         gpus: DevicesArgument | Unset | None = UNSET,
     ) -> None:
         """Configure the model for training. The arguments are checked now; nothing runs yet.
@@ -358,6 +359,12 @@ class Model(Module):
                 before the step: `(x, y) -> (x, y)`, or `x -> x`. `fitkit.transforms` has MixUp,
                 CutMix and RandomErasing. torchvision's transforms (v2), Kornia's and your own work
                 as they are. Default None. `evaluate` and `predict` never see them.
+            out_of_memory: `"split"` computes a batch that doesn't fit into memory in 2, 4, … parts,
+                with the same numbers, and goes on; later batches of its shape start in parts. Each
+                rank does so by itself, in `fit`, `evaluate` and `predict`. It works on one device
+                and with `"ddp"` and `"ddp_spawn"`. Refused is what can't be computed in parts:
+                batch normalisation in training, losses over pairs of samples, LBFGS, manual
+                updates. With `jit_compile` the net alone is compiled. Default `"raise"`.
 
         Raises:
             ConfigurationError, ArgumentTypeError: an argument is invalid. The model keeps its
@@ -405,6 +412,7 @@ class Model(Module):
             steps_per_execution=given_or(steps_per_execution, was.steps_per_execution),
             effective_batch_size=given_or(effective_batch_size, was.effective_batch_size),
             batch_transforms=given_or(batch_transforms, was.batch_transforms),
+            out_of_memory=given_or(out_of_memory, was.out_of_memory),
         )
         anew = Anew(
             optimizer=is_given(optimizer),
@@ -417,8 +425,9 @@ class Model(Module):
             ),
         )
         compilation = record.compilation.updated(given, anew, self)
-        if is_given(jit_compile):
-            record.compiler = new_compiler(self, given.jit_compile)
+        if is_given(jit_compile, out_of_memory):
+            whole = given.out_of_memory == "raise"
+            record.compiler = new_compiler(self, given.jit_compile, updates=whole)
         else:  # what was compiled is for the settings before
             record.compiler = copy.copy(record.compiler)
         record.compilation = compilation
@@ -555,6 +564,7 @@ class Model(Module):
         steps: int | None = None,
         callbacks: Callbacks = None,
         return_dict: Literal[True],
+        interval: float | None = None,
     ) -> dict[str, Any]: ...
 
     @overload
@@ -569,6 +579,7 @@ class Model(Module):
         steps: int | None = None,
         callbacks: Callbacks = None,
         return_dict: bool = False,
+        interval: float | None = None,
     ) -> Any: ...
 
     @only_known_arguments
@@ -583,6 +594,7 @@ class Model(Module):
         steps: int | None = None,
         callbacks: Callbacks = None,
         return_dict: bool = False,
+        interval: float | None = None,
     ) -> Any:
         """Compute the loss and metrics over a data set, in evaluation mode, without gradients.
 
@@ -592,6 +604,10 @@ class Model(Module):
             steps: the number of batches to read. Default None: all.
             callbacks: callbacks whose test hooks are called.
             return_dict: whether to return a dict of values by name. Default False.
+            interval: with `return_dict`, a level such as 0.95: beside each value stands
+                `<name>_interval`, low and high, which has the mean over all samples of the kind
+                so often. It is None for what isn't a mean over samples, such as `"auroc"`.
+                Default None: no intervals.
 
         Returns:
             The loss as a float. With metrics, a list `[loss, metric, …]` in the order of
@@ -605,6 +621,11 @@ class Model(Module):
             {'loss': 1.0, 'mae': 1.0}
         """
         return_dict = check_flag("return_dict", return_dict)
+        interval = check_number("interval", interval, above=0, below=1, optional=True)
+        if interval is not None and not return_dict:
+            raise ConfigurationError(
+                f"interval={interval} adds values by name. Write return_dict=True, too."
+            )
         arguments = EvaluateArguments(
             x=x,
             y=y,
@@ -619,7 +640,13 @@ class Model(Module):
             check_is_one_set(x)
         with computing(self, "evaluate"):
             arguments = _prepared(self, "evaluate", arguments)
-            values = self._launcher().launch("evaluate", run_evaluate, self, arguments)
+            run = partial(self._launcher().launch, "evaluate", run_evaluate, self, arguments)
+            if interval is None:
+                values = run()
+            else:
+                from fitkit.extras.intervals import with_intervals
+
+                values = with_intervals(self, interval, run)
         return _as_asked(values, return_dict)
 
     @overload
@@ -815,7 +842,7 @@ class Model(Module):
             >>> for step in range(3):
             ...     loss = model.train_on_batch(torch.ones(8, 4), torch.ones(8))
         """
-        weights = None if class_weight is None else ClassWeights(class_weight)
+        weights = class_weights_of(class_weight)
         return_dict = check_flag("return_dict", return_dict)
         values = fit_batch(self, (x, y, sample_weight), weights)
         return _as_asked(values, return_dict)

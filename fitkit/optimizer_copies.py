@@ -72,23 +72,6 @@ def put_numbers(optimizer: Optimizer, numbers: Mapping[str, Any]) -> None:
             vars(optimizer)[name] = value
 
 
-def kept_apart(optimizer: Optimizer) -> str | None:
-    """Say what an optimizer holds beside its groups that these should hold alone; None if nothing.
-
-    Where ranks have parts of parameters or of states, they know those of the groups.
-    """
-    for inner in with_inner([optimizer])[1:]:
-        return f"another optimizer ({type(inner).__name__})"
-    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    kept = optimizer.__getstate__()
-    for name, value in vars(optimizer).items():
-        entries = value.values() if isinstance(value, dict) else value
-        is_own = name not in kept and isinstance(value, (list, tuple, dict))
-        if is_own and any(id(entry) in own for entry in entries):
-            return f"parameters in its attribute {name}"
-    return None
-
-
 def contents_of(optimizers: Iterable[Optimizer]) -> Contents:
     """Return what copies of these optimizers, and of those inside, would lack.
 

@@ -12,130 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import Optimizer
 
 from fitkit.arguments import check_number, describe
 from fitkit.closures import uses_closure
 from fitkit.distributed.in_place import held_by as held_by
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 from fitkit.modes import kept_in_evaluation
-from fitkit.parameter_groups import (
-    Chooses,
-    in_layers,
-    layer_scales_of,
-    named_parameters,
-)
-from fitkit.parameter_groups import check_layer_decay as check_layer_decay
-from fitkit.parameter_groups import parameter_groups as parameter_groups
 from fitkit.registry import Registry, imported_on_demand, nearest, subclass_of
 from fitkit.shortcuts import Shortcut
-
-
-def muon(
-    net: nn.Module,
-    learning_rate: float | None = None,
-    *,
-    hidden: Chooses | None = None,
-    adamw: dict[str, Any] | None = None,
-    **options: Any,
-) -> list[Optimizer]:
-    """Make `torch.optim.Muon` for the hidden matrices and AdamW for all other parameters.
-
-    Hidden matrices are the parameters with two dimensions, except those of embeddings and of the
-    head. Embeddings are `nn.Embedding` and `nn.EmbeddingBag`, even if another layer shares their
-    weights, and parameters with "embed" in their names. The head is the last `nn.Linear` of the
-    net. Convolutions go to AdamW, because torch's Muon takes matrices only. `compile("muon")` makes
-    the same optimizers.
-
-    Args:
-        net: a net or a `fitkit.Model`.
-        learning_rate: the rate of both. Default None: torch's own. With
-            `adjust_lr_fn="match_rms_adamw"` Muon's updates have the size of AdamW's, so one rate
-            suits both.
-        hidden: a function of a parameter's name and the parameter that returns whether Muon trains
-            it. It replaces the rule above.
-        adamw: AdamW's own arguments, such as `{"lr": 3e-4, "betas": (0.9, 0.95)}`.
-        **options: Muon's own arguments (`momentum`, `weight_decay`, `adjust_lr_fn`, …).
-
-    Returns:
-        Both optimizers in a list, for `compile`. Only one, if the other would have no parameters.
-
-    Raises:
-        ConfigurationError, ArgumentTypeError: an argument is invalid, or `hidden` chooses a
-            parameter that isn't a matrix.
-
-    Example:
-        >>> import torch, fitkit
-        >>> net = torch.nn.Sequential(
-        ...     torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Linear(8, 3)
-        ... )
-        >>> model = fitkit.Model(net)
-        >>> model.compile(fitkit.optimizers.muon(net, 0.02, adamw={"lr": 3e-4}), "cross_entropy")
-    """
-    named = named_parameters(net)
-    learning_rate = check_number("learning_rate", learning_rate, minimum=0, optional=True)
-    if hidden is not None and not callable(hidden):
-        raise ArgumentTypeError(
-            f"hidden={describe(hidden)} must be a function (name, parameter) -> bool."
-        )
-    chosen = hidden_matrices(net) if hidden is None else {id(p) for n, p in named if hidden(n, p)}
-    wrong = [f"{n} {tuple(p.shape)}" for n, p in named if id(p) in chosen and p.ndim != 2]
-    if wrong:
-        raise ConfigurationError(
-            f"hidden chooses {', '.join(wrong[:3])}{', …' if len(wrong) > 3 else ''}, but Muon "
-            "trains parameters of two dimensions only. Leave these to AdamW."
-        )
-    return muon_beside_adamw([p for _, p in named], chosen, learning_rate, adamw, options)
-
-
-def muon_beside_adamw(
-    parameters: Iterable[nn.Parameter],
-    hidden: set[int],
-    learning_rate: float | None,
-    adamw: dict[str, Any] | None = None,
-    options: dict[str, Any] | None = None,
-    arranged: Callable[[list[nn.Parameter]], Any] = list,
-) -> list[Optimizer]:
-    """Make Muon over the parameters with these ids, and AdamW over the others.
-
-    Args:
-        parameters: those of both.
-        hidden: the ids of Muon's.
-        learning_rate: the rate of both; None for their own.
-        adamw, options: AdamW's and Muon's arguments.
-        arranged: makes groups of parameters.
-    """
-    held = list(parameters)
-    rate = {} if learning_rate is None else {"lr": float(learning_rate)}
-    matrices = [p for p in held if id(p) in hidden]
-    others = [p for p in held if id(p) not in hidden]
-    made: list[Optimizer] = []
-    kinds: list[Any] = [Muon, AdamW]
-    for kind, own, given in zip(kinds, (matrices, others), (options, adamw), strict=True):
-        try:
-            made += [kind(arranged(own), **{**rate, **(given or {})})] if own else []
-        except (TypeError, ValueError) as error:
-            raise ConfigurationError(f"{kind.__name__} refuses its arguments: {error}") from error
-    return made
-
-
-def hidden_matrices(net: nn.Module) -> set[int]:
-    """Return the ids of the parameters for Muon, by the rule that `muon` describes."""
-    apart: set[int] = set()
-    head: nn.Linear | None = None
-    for module in net.modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            apart.add(id(module.weight))
-        elif isinstance(module, nn.Linear):
-            head = module
-    if head is not None:
-        apart.add(id(head.weight))
-    return {
-        id(parameter)
-        for name, parameter in net.named_parameters()
-        if parameter.ndim == 2 and id(parameter) not in apart and "embed" not in name.lower()
-    }
-
 
 OPTIMIZERS: Registry[type[Optimizer]] = Registry(
     "optimizer",
@@ -149,11 +34,28 @@ for _name, _class in vars(torch.optim).items():
         OPTIMIZERS.add(_name, _class)
 OPTIMIZERS.promise("fitkit.extras.bagua:QAdamOptimizer", "QAdam", "QAdamOptimizer")
 
+Arranges = Callable[[list[nn.Parameter]], Any]
+"""Makes of parameters what an optimizer takes: them, or groups of them."""
+
+NET_OPTIMIZERS: Registry[
+    Callable[[nn.Module, list[nn.Parameter], dict[str, Any], Arranges], list[Optimizer]]
+] = Registry("optimizer")
+"""Names that stand for several optimizers, each over some parts of a net. An entry makes them of
+the net, the parameters to train, the settings, and what arranges an optimizer's parameters."""
+NET_OPTIMIZERS.promise("fitkit.extras.muon:beside_adamw", "Muon")
+
 if TYPE_CHECKING:
     from fitkit.extras.bagua import QAdamOptimizer as QAdamOptimizer
+    from fitkit.extras.muon import muon as muon
+    from fitkit.extras.parameter_groups import parameter_groups as parameter_groups
 else:
     __getattr__ = imported_on_demand(
-        __name__, {"QAdamOptimizer": "fitkit.extras.bagua:QAdamOptimizer"}
+        __name__,
+        {
+            "QAdamOptimizer": "fitkit.extras.bagua:QAdamOptimizer",
+            "muon": "fitkit.extras.muon:muon",
+            "parameter_groups": "fitkit.extras.parameter_groups:parameter_groups",
+        },
     )
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -245,22 +147,21 @@ class OptimizerChoice:
             return self.instances
         held = list(parameters)
         check_trainable(held)
-        maker, options = self.given, {}
+        options, name = {}, ""
         if isinstance(self.given, str):
-            maker = OPTIMIZERS[self.given]
+            name = self.given
         elif isinstance(self.given, dict):
-            maker, options = OPTIMIZERS[self.given["name"]], _settings_in(self.given)
+            name, options = self.given["name"], _settings_in(self.given)
         if self.learning_rate is not None:
             options["lr"] = self.learning_rate
-        arranged: Callable[[list[nn.Parameter]], Any] = list
+        arranged: Arranges = list
         if self.layer_decay is not None:
-            arranged = functools.partial(
-                in_layers, scales=layer_scales_of(module, self.layer_decay)
-            )
-        if self.is_name and maker is torch.optim.Muon:
-            rate = options.pop("lr", None)
-            hidden = hidden_matrices(module)
-            return _by_layer(muon_beside_adamw(held, hidden, rate, None, options, arranged))
+            from fitkit.extras.parameter_groups import in_layers
+
+            arranged = functools.partial(in_layers, module, self.layer_decay)
+        if name in NET_OPTIMIZERS:
+            return _by_layer(NET_OPTIMIZERS[name](module, held, options, arranged))
+        maker = OPTIMIZERS[name] if name else self.given
         try:
             optimizer = maker(arranged(held), **options)
         except Exception as error:
@@ -276,6 +177,14 @@ class OptimizerChoice:
             )
         OptimizerChoice(optimizer).check_parameters(held)  # a factory may have kept one
         return _by_layer([optimizer])
+
+
+def check_layer_decay(layer_decay: float | None) -> float | None:
+    """Return a factor above 0 and at most 1, or None; refuse anything else."""
+    layer_decay = check_number("layer_decay", layer_decay, above=0, optional=True)
+    if layer_decay is not None and layer_decay > 1:
+        raise ConfigurationError(f"layer_decay={layer_decay} must be at most 1.")
+    return layer_decay
 
 
 def _by_layer(optimizers: list[Optimizer]) -> list[Optimizer]:

@@ -229,9 +229,9 @@ def by_output(
     """Return the values that belong to each output, and to each structure of outputs, by name.
 
     Args:
-        value: for a single output, its value (or a list or dict of one). For several outputs, a
-            list in their order or a dict by their names, nested as the outputs are. Or one flat
-            list. A dict may leave out some.
+        value: for a single output, its value (or a list or dict of one). A list of several is such
+            a value. For several outputs, a list in their order or a dict by their names, nested as
+            the outputs are. Or one flat list. A dict may leave out some.
         outputs: the net's outputs.
         what: the name of `value` for the message ("loss", "target").
         trained: the outputs that have a loss. A list of so many entries belongs to them, in order.
@@ -243,12 +243,13 @@ def by_output(
     Raises:
         ConfigurationError: a name that no output has, or a list of another length.
     """
-    if outputs.names == [SINGLE]:
-        if isinstance(value, Mapping) and len(value) == 1:
-            return {SINGLE: next(iter(value.values()))}
-        if isinstance(value, (list, tuple)) and len(value) == 1:
-            return {SINGLE: value[0]}
-        return {SINGLE: value}
+    if len(outputs.names) == 1:
+        (only,) = outputs.names
+        is_wrapped = isinstance(value, (list, tuple, Mapping)) and len(value) == 1
+        if is_wrapped and only == SINGLE:
+            return {only: next(iter(value.values() if isinstance(value, Mapping) else value))}
+        if only == SINGLE or not (is_wrapped or isinstance(value, Mapping)):
+            return {only: value}
     found: dict[Any, Any] = {}
 
     def refuse(name: Any, wrong: str, advice: str = "") -> None:
@@ -314,7 +315,7 @@ def targets_by_output(
 ) -> dict[Any, Any]:
     """Return the targets by output, and by structure of outputs.
 
-    A net's only output, or the only one with a loss, gets its target without a name.
+    The only output with a loss gets its target without a name.
 
     Args:
         target: one target, or lists and dicts with one per output.
@@ -327,14 +328,8 @@ def targets_by_output(
     """
     if target is None and trained:
         return dict.fromkeys(trained)
-    names = outputs.names
-    lone = next((found for found in (trained, names) if len(found) == 1), None)
-    if lone is not None and not is_container(target):
-        return {lone[0]: target}
-    is_by_name = isinstance(target, Mapping)
-    is_wrapped = isinstance(target, (tuple, list)) and len(target) == 1
-    if len(names) == 1 and not is_by_name and not is_wrapped:
-        return {names[0]: target}
+    if len(trained) == 1 and not is_container(target):
+        return {trained[0]: target}
     return by_output(target, outputs, "target", trained, needed=needed)
 
 

@@ -21,6 +21,25 @@ A function returns what `__reduce__` would. It holds for subclasses, too.
 """
 
 
+class MadeAnew:
+    """What belongs to one model in one process: copies, pickles and ranks get a new one.
+
+    Example:
+        >>> import copy
+        >>> from fitkit.pickling import MadeAnew
+        >>> class Seen(MadeAnew):
+        ...     def __init__(self):
+        ...         self.calls = []
+        >>> seen = Seen()
+        >>> seen.calls.append(1)
+        >>> copy.deepcopy(seen).calls
+        []
+    """
+
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return type(self), ()
+
+
 def reduced_for_workers(value: object) -> tuple[Any, ...] | None:
     """How a value travels by `REDUCERS`; None if they don't say."""
     for kind, reduce in REDUCERS.items():

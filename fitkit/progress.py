@@ -7,6 +7,9 @@ import dataclasses
 from fitkit.errors import CheckpointError
 from fitkit.typing import PlainData
 
+LATER = ("key", "orders")
+"""What files of earlier versions lack."""
+
 
 @dataclasses.dataclass
 class Progress:
@@ -24,6 +27,9 @@ class Progress:
         batches: how many of the pass's batches are done, over all ranks.
         shares: the number of shares of the data, which may be fewer than the ranks.
         began: each rank's random state when the pass began; None before the first.
+        key: from which the random numbers of samples follow; None in older files.
+        orders: each rank's state of the numbers from which the next pass's order is drawn; None
+            before the first.
         noted: what each rank has recorded of the epoch: sums, metrics' states, logged values,
             steps. In a fit, what was recorded before it was resumed.
         validated: the epoch's last validation within it: the `steps` and `updates` made before it,
@@ -52,6 +58,8 @@ class Progress:
     warm_up: PlainData | None = None
     callbacks: list[PlainData] = dataclasses.field(default_factory=list)
     data: PlainData = dataclasses.field(default_factory=dict)
+    key: int | None = None
+    orders: list[PlainData | None] = dataclasses.field(default_factory=list)
 
     def as_dict(self) -> PlainData:
         """Plain data for a file."""
@@ -67,6 +75,8 @@ class Progress:
         values: PlainData = {}
         for item in dataclasses.fields(cls):
             if item.name not in data:
+                if item.name in LATER:
+                    continue
                 raise CheckpointError(
                     f"{path} has no {item.name!r} in its progress, so this version of "
                     "fitkit can't resume from it. Load its weights with load_weights."
@@ -96,6 +106,7 @@ class Progress:
             noted=list(self.noted) if self.steps else [],
             validated=validated,
             random=self.random[own],
+            orders=self.orders[own] or self.orders[:1],
         )
 
     def _steps_with(self, shares: int, steps: int) -> int:

@@ -16,6 +16,7 @@ from fitkit.errors import ConfigurationError
 from fitkit.fit_state import FitState
 from fitkit.optimizer_copies import contents_of, put_contents
 from fitkit.optimizers import instances_in
+from fitkit.pickling import MadeAnew
 from fitkit.samples import Doubts
 from fitkit.typing import AnyCallable, BatchData, Outputs, PlainData
 
@@ -80,7 +81,7 @@ class Context(Protocol):
 Cleanups = tuple[contextlib.ExitStack, contextlib.ExitStack]
 
 
-class StepContexts:
+class StepContexts(MadeAnew):
     """The contexts of the calls that run on a model, one per thread. A copy of a model has none.
 
     Attributes:
@@ -94,9 +95,6 @@ class StepContexts:
         self.by_thread: dict[int, Context] = {}
         self.cleanups_by_thread: dict[int, Cleanups] = {}
         self.placing: AbstractContextManager[object] = threading.RLock()
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return StepContexts, ()
 
     @property
     def cleanups(self) -> Cleanups | None:

@@ -4,8 +4,8 @@ Every weight of a batch (in an accumulated update, over ranks, in a logged mean)
 In this order:
 
 1. What *says* its number: `samples`, `num_graphs` or `batch_size`, the outermost first.
-2. What has *one entry per sample*: a list of dicts, of images of unlike shapes, a `PackedSequence`,
-   a nested tensor, an object with `__len__`.
+2. What has *one entry per sample*: a list of dicts, of images of unlike shapes, an entry of a kind
+   that counts its samples (`BatchKind`), an object with `__len__`.
 3. *Rows*: the first dimension of tensors. What has no rows by nature isn't asked: a number, a
    tensor without dimensions or of one number, a list of texts or numbers.
 
@@ -23,11 +23,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from fitkit import trees
+from fitkit.batch_kinds import BatchKind, kind_of
 from fitkit.errors import warn
-from fitkit.shortcuts import Shortcut
 
 SAYS = ("samples", "num_graphs", "batch_size")
 """What a batch's own number is called."""
@@ -113,27 +112,7 @@ def samples_in(x: Any, y: Any) -> int:
 
 def samples_of(batch: Any) -> int:
     """Return the number of samples in a batch of any structure."""
-    rows = plain_rows(batch)
-    return counted(batch).samples if rows is None else rows
-
-
-ROWS_COUNTED = Shortcut("plain tensors' samples counted by their rows")
-
-
-def plain_rows(batch: Any) -> int | None:
-    """Return the rows of inputs, and of targets if there are any, that are plain tensors; else
-    None.
-    """
-    kind = type(batch)
-    if not ROWS_COUNTED.is_on or (kind is not tuple and kind is not list) or not batch:
-        return None
-    x, *rest = batch
-    if rest[MOST_PARTS - 1 :] or (kind is list and not rest):
-        return None
-    y = rest[0] if rest else x
-    if type(x) is not torch.Tensor or type(y) is not torch.Tensor or x.is_nested or y.is_nested:
-        return None
-    return y.shape[0] if x.ndim and y.ndim and x.shape[0] == y.shape[0] else None
+    return counted(batch).samples
 
 
 def counted_in(x: Any, y: Any) -> Counted:
@@ -145,11 +124,14 @@ def counted_in(x: Any, y: Any) -> Counted:
 
 def counted(batch: Any) -> Counted:
     """Return the samples of a batch: `(x, y)`, `(x, y, weight)`, or any other structure."""
-    is_batch = isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence)
+    is_batch = isinstance(batch, (tuple, list)) and kind_of(batch) is None
     if not is_batch or not 1 <= len(batch) <= MOST_PARTS:
         return _counted([("batch", batch)])
-    if len(batch) > 1 and type(batch) in (tuple, list) and _agree(batch[1], batch[0]):
-        return Counted(batch[1].shape[0])
+    has_target = len(batch) > 1
+    # A list of one entry may be a list of samples.
+    has_parts = type(batch) is tuple or (type(batch) is list and has_target)
+    if has_parts and _agree(batch[has_target], batch[0]):
+        return Counted(batch[0].shape[0])
     if (number := said_by(batch)) is not None:
         return Counted(number)
     found = reading(batch)
@@ -160,7 +142,7 @@ def counted(batch: Any) -> Counted:
     # Targets before inputs; a batch's third entry is asked last.
     named = [("y", part) for part in batch[1:2] if part is not None]
     named += [("x", batch[0]), *(("its third entry", part) for part in batch[2:])]
-    return _counted(named, has_target=len(batch) > 1)
+    return _counted(named, has_target=has_target)
 
 
 def _agree(y: Any, x: Any) -> bool:
@@ -264,7 +246,9 @@ _SILENT: set[tuple[type, str]] = set()
 def said_by(tree: Any) -> int | None:
     """Return the samples that a batch or a part of it says to have; None if it doesn't say."""
     kind = type(tree)
-    if kind in _PLAIN_TYPES or isinstance(tree, (torch.Tensor, type, PackedSequence, *NUMBERS)):
+    if kind in _PLAIN_TYPES or isinstance(tree, (torch.Tensor, type, *NUMBERS)):
+        return None
+    if kind_of(tree) is not None:
         return None
     for name in SAYS:
         value = tree.get(name) if kind is dict else _attribute(tree, kind, name)
@@ -277,8 +261,8 @@ _PLAIN_TYPES = frozenset({tuple, list, str, bytes, bytearray, set, frozenset, ty
 
 
 def _attribute(tree: Any, kind: type, name: str) -> Any:
-    """Return an attribute, or a mapping's entry; a property that gave no number isn't asked
-    again.
+    """Return an attribute, or a mapping's entry; a property that gave something else than a number
+    or None isn't asked again.
     """
     own = getattr(kind, name, None)
     computes = isinstance(own, (property, functools.cached_property))
@@ -288,9 +272,9 @@ def _attribute(tree: Any, kind: type, name: str) -> Any:
         value = getattr(tree, name, None)
         if value is None and isinstance(tree, Mapping) and name in tree:
             value = tree[name]
-    except Exception:
-        value = None
-    if computes and _number(value) is None:
+    except Exception as error:
+        value = error
+    if computes and value is not None and _number(value) is None:
         _SILENT.add((kind, name))
     return value
 
@@ -341,8 +325,8 @@ class _Entry:
 def _entries(place: str, tree: Any, has_target: bool) -> Iterable[_Entry]:
     if isinstance(tree, torch.Tensor):
         yield from _of_tensor(place, tree, has_target)
-    elif isinstance(tree, PackedSequence):
-        yield _Entry(place, Reading.SAMPLES, (int(tree.batch_sizes[0]),))
+    elif (kind := kind_of(tree)) is not None:
+        yield _Entry(place, _as_read(kind), (kind.count(tree),))
     elif isinstance(tree, (tuple, list)) and not trees.is_named_tuple(tree):
         yield from _of_sequence(place, tree, has_target)
     elif trees.is_container(tree):
@@ -359,12 +343,17 @@ def _entries(place: str, tree: Any, has_target: bool) -> Iterable[_Entry]:
 
 
 def _of_tensor(place: str, tensor: torch.Tensor, has_target: bool) -> Iterable[_Entry]:
-    if tensor.is_nested:
-        yield _Entry(place, Reading.SAMPLES, (int(tensor.size(0)),))
+    kind = kind_of(tensor)
+    if kind is not None and not kind.has_rows:
+        yield _Entry(place, _as_read(kind), (kind.count(tensor),))
     elif tensor.ndim:
         is_single = not (has_target and place.startswith("y")) and tensor.shape == (1,)
         second = tensor.shape[1] if has_target and place == "x" and tensor.ndim > 1 else None
         yield _Entry(place, Reading.PARTS, (tensor.shape[0],), is_single, second)
+
+
+def _as_read(kind: BatchKind) -> Reading:
+    return Reading.PARTS if kind.has_rows else Reading.SAMPLES
 
 
 def _of_sequence(place: str, items: Any, has_target: bool) -> Iterable[_Entry]:
@@ -398,7 +387,7 @@ def _children(place: str, tree: Any) -> list[tuple[str, Any]]:
 
     Also what is in an object, as far as it is an object that may say its number.
     """
-    if isinstance(tree, (torch.Tensor, PackedSequence)):
+    if isinstance(tree, torch.Tensor) or kind_of(tree) is not None:
         return []
     if isinstance(tree, Mapping):
         keys = sorted(tree, key=lambda key: key not in LABELS)
@@ -435,7 +424,7 @@ def reading(items: Any) -> Reading:
         return Reading.PLAIN
     if _is_array(first):
         return _reading_of_arrays(items)
-    if isinstance(first, PackedSequence) or _is_nested(first):
+    if (kind := kind_of(first)) is not None and not kind.has_rows:
         return Reading.PARTS
     if len(items) <= MOST_PARTS and all(said_by(item) is not None for item in items):
         return Reading.PARTS
@@ -480,7 +469,7 @@ def _reading_of_containers(items: Any) -> Reading:
 
 def _kind(item: Any) -> Any:
     if isinstance(item, torch.Tensor):
-        return "nested" if item.is_nested else torch.Tensor
+        return torch.Tensor if _is_array(item) else "nested"
     if isinstance(item, TEXTS):
         return str
     if isinstance(item, NUMBERS):
@@ -492,14 +481,11 @@ def _is_plain(item: Any) -> bool:
     return item is None or isinstance(item, (*TEXTS, *NUMBERS))
 
 
-def _is_nested(item: Any) -> bool:
-    return isinstance(item, torch.Tensor) and item.is_nested
-
-
 def _is_array(item: Any) -> bool:
     """Whether it has a shape, which can be read, and a dtype."""
     if isinstance(item, torch.Tensor):
-        return not item.is_nested
+        kind = kind_of(item)
+        return kind is None or kind.has_rows
     return isinstance(getattr(item, "shape", None), tuple) and hasattr(item, "dtype")
 
 

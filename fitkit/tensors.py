@@ -8,6 +8,11 @@ from collections.abc import Iterable
 import torch
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a place in memory for each of its numbers: it isn't nested or sparse."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bytes, in its own memory where that is contiguous: (bytes,) uint8.
 

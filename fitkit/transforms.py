@@ -4,8 +4,8 @@ A transform is a function `(x, y) -> (x, y)` or `x -> x` of a batch's tensors. T
 draw alike on all ranks, so two processes train as one does. `BatchTransform` is their base class.
 """
 
+from fitkit.extras.batch_transforms import BatchTransform, WholeBatch
 from fitkit.extras.transforms import CutMix, MixUp, OneOf, RandomErasing
-from fitkit.training.batch_transforms import BatchTransform, WholeBatch
 
 __all__ = ["BatchTransform", "CutMix", "MixUp", "OneOf", "RandomErasing", "WholeBatch"]
 

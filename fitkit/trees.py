@@ -14,6 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from fitkit.batch_kinds import kind_of
+from fitkit.tensors import is_dense
+
 Given = TypeVar("Given")
 
 
@@ -232,9 +235,14 @@ def concatenate(trees: list[Any], samples: list[int] | None = None) -> Any:
         ValueError: the trees differ in structure, or shapes differ beyond dimension 0.
     """
     first = trees[0]
-    if isinstance(first, torch.Tensor):
+    if len(trees) > 1 and len({isinstance(tree, torch.Tensor) for tree in trees}) > 1:
+        kinds = sorted({type(tree).__name__ for tree in trees})
+        raise ValueError(f"batches have outputs of unlike types: {', '.join(kinds)}")
+    if isinstance(first, torch.Tensor) and is_dense(first):
         # Copy even a single one: a net may return its input, or a parameter.
         return torch.cat([tensor if tensor.ndim else tensor.reshape(1) for tensor in trees])
+    if (kind := kind_of(first)) is not None:
+        return kind.join(trees)
     if isinstance(first, Mapping):
         if any(list(tree) != list(first) for tree in trees):
             raise ValueError(f"batches have different keys: {list(first)} and others")

@@ -1,8 +1,24 @@
-"""Search a learning rate or a batch size before the training."""
+"""Search rates, batch sizes and other settings; compare models over many runs."""
 
+from fitkit.extras.trials.compared import Comparison, compare
+from fitkit.extras.trials.predicted import PredictionComparison, compare_predictions
+from fitkit.extras.trials.searched import Search, SearchRun, search
+from fitkit.extras.trials.space import Between
 from fitkit.extras.tune import RateRange, batch_size, learning_rate
 
-__all__ = ["RateRange", "batch_size", "learning_rate"]
+__all__ = [
+    "Between",
+    "Comparison",
+    "PredictionComparison",
+    "RateRange",
+    "Search",
+    "SearchRun",
+    "batch_size",
+    "compare",
+    "compare_predictions",
+    "learning_rate",
+    "search",
+]
 
 
 def __dir__() -> list[str]:

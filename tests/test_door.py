@@ -277,6 +277,8 @@ def test_it_imports_the_door_and_public_names_alone():
         if isinstance(node, ast.ImportFrom) and node.module.startswith("fitkit")
     }
     assert theirs == {"fitkit.seams", "fitkit.loggers", "fitkit.outputs"}
+
+
 @pytest.mark.parametrize("page", seams.PAGES)
 def test_a_page_of_the_door_is_as_wide_as_a_kind_of_extra_needs(page):
     module = importlib.import_module(f"fitkit.seams.{page}")

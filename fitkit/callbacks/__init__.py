@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fitkit.extras.ray_train import RayTrainReport
     from fitkit.extras.resources import DeviceStatsMonitor, ThroughputMonitor, Timer
     from fitkit.extras.run_folder import RunFolder
+    from fitkit.extras.skip_bad_updates import SkipBadUpdates
     from fitkit.extras.stochastic_depth import StochasticDepth
     from fitkit.extras.text_files import CSVLogger, JSONLogger
     from fitkit.extras.watches import (
@@ -60,6 +61,7 @@ _OF_EXTRAS = {
     "ThroughputMonitor": "fitkit.extras.resources:ThroughputMonitor",
     "Timer": "fitkit.extras.resources:Timer",
     "RunFolder": "fitkit.extras.run_folder:RunFolder",
+    "SkipBadUpdates": "fitkit.extras.skip_bad_updates:SkipBadUpdates",
     "StochasticDepth": "fitkit.extras.stochastic_depth:StochasticDepth",
     "CSVLogger": "fitkit.extras.text_files:CSVLogger",
     "JSONLogger": "fitkit.extras.text_files:JSONLogger",
@@ -104,6 +106,7 @@ __all__ = [
     "RayTrainReport",
     "ReduceLROnPlateau",
     "RunFolder",
+    "SkipBadUpdates",
     "StochasticDepth",
     "StochasticWeightAveraging",
     "SwapEMAWeights",

@@ -29,6 +29,7 @@ class History(Callback):
             order, including those at the ends of epochs. Each is a dict of `epoch` (from 0),
             `batches` (made in the epoch before it) and the `val_…` values. `history` has only the
             last one of each epoch. Otherwise empty.
+        skipped: the updates that `SkipBadUpdates` left out, as it describes them. Otherwise empty.
         params: the parameters of the run.
         model: the Model, as long as something else keeps it alive; else None.
 
@@ -50,6 +51,7 @@ class History(Callback):
         self.history: dict[str, list[Any]] = {}
         self.epoch: list[int] = []
         self.validations: list[dict[str, Any]] = []
+        self.skipped: list[dict[str, Any]] = []
         self.params: dict[str, Any] = {}
         self._epochs_with: dict[str, list[int]] = {}
 

@@ -42,12 +42,12 @@ from fitkit.callbacks.checkpoint_writer import (
 )
 from fitkit.callbacks.monitor import Monitor
 from fitkit.checkpoint import is_there, remote
-from fitkit.checkpoint.folders import written_at
-from fitkit.checkpoint.formats import FORMATS, written_suffixes
+from fitkit.checkpoint.disk import written_at
+from fitkit.checkpoint.formats import FOLDERS, FORMATS, SUFFIXES, is_folder_name, written_suffixes
 from fitkit.errors import ArgumentTypeError, ConfigurationError, Preempted
 from fitkit.registry import did_you_mean
 
-WHOLE = (".h5", ".hdf5", ".dcp")
+WHOLE = (*SUFFIXES, *FOLDERS)
 
 
 class ModelCheckpoint(Callback):
@@ -592,7 +592,7 @@ class FileNames:
                 f"{' or '.join(suffixes)}."
             )
         self.folder: str = remote.parent(self._fixed()) or os.curdir
-        if self.suffix.lower() == ".dcp":
+        if is_folder_name(self.template):
             remote.refuse_url(template, "a folder of shards", "Write a name that ends in .h5.")
 
     def _fixed(self) -> str:

@@ -1,7 +1,5 @@
 """Files: weights and whole checkpoints, written whole or not at all, and never unpickled."""
 
-# Each adds its suffix to FORMATS.
-from fitkit.checkpoint import safetensors_file, sharded_folder
 from fitkit.checkpoint.atomic import remove_abandoned
 from fitkit.checkpoint.checkpoint_file import (
     Checkpoint,
@@ -9,11 +7,10 @@ from fitkit.checkpoint.checkpoint_file import (
     save_checkpoint,
 )
 from fitkit.checkpoint.container import Reader, read_container, write_container
-from fitkit.checkpoint.folders import is_there, link_checkpoint, remove_checkpoint
-from fitkit.checkpoint.formats import open_weights
+from fitkit.checkpoint.disk import is_there, link_checkpoint, remove_checkpoint
+from fitkit.checkpoint.formats import folder_format, is_folder_name, open_weights
 from fitkit.checkpoint.frozen import without_frozen
 from fitkit.checkpoint.optimizer_state import check_fused_state, check_optimizer_state
-from fitkit.checkpoint.sharded_folder import is_folder_name, save_folder
 from fitkit.checkpoint.uncompiled import plain_name, uncompiled
 from fitkit.checkpoint.weights import (
     FittingWeights,
@@ -31,6 +28,7 @@ __all__ = [
     "check_fused_state",
     "check_optimizer_state",
     "fitting_weights",
+    "folder_format",
     "is_folder_name",
     "is_there",
     "link_checkpoint",
@@ -42,7 +40,6 @@ __all__ = [
     "remove_abandoned",
     "remove_checkpoint",
     "save_checkpoint",
-    "save_folder",
     "save_weights",
     "uncompiled",
     "without_frozen",

@@ -3,8 +3,8 @@
 A checkpoint is a file of weights with a `state` beside them, so `load_weights` reads it too.
 `save_checkpoint` goes `weights.py` and `codec.py` (what there is, as JSON and numbered arrays) →
 `container.py` (one HDF5 file) → `arrays.py`, `header.py` (numbers, digest), in a file of
-`atomic.py`. `open_checkpoint` goes the other way. For a folder that many ranks write,
-`sharded_folder.py` stands in the container's place.
+`atomic.py`. `open_checkpoint` goes the other way. For a folder that many ranks write, a
+`FolderFormat` stands in the container's place.
 
 Only what is checked is handed out, so a caller can read and compare everything before anything is
 changed.
@@ -25,18 +25,19 @@ from fitkit.checkpoint.arrays import Numbering
 from fitkit.checkpoint.codec import encode_state
 from fitkit.checkpoint.container import read_container, write_container
 from fitkit.checkpoint.formats import (
+    FOLDERS,
     FORMATS,
     SUFFIXES,
     OpenWeights,
     StoredFile,
     encode_extra,
     encode_weights,
+    folder_format,
+    is_folder_name,
     software,
     state_in,
     weights_in,
 )
-from fitkit.checkpoint.sharded_folder import SUFFIX as FOLDER
-from fitkit.checkpoint.sharded_folder import is_folder_name, open_folder, save_folder
 from fitkit.checkpoint.weights import collect_weights
 from fitkit.distributed.collectives import Solo
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError
@@ -70,7 +71,7 @@ def save_checkpoint(
 
     Args:
         path: the file; its name ends in `.h5` or `.hdf5`. An existing one is replaced. A name
-            that ends in `.dcp` asks for a folder (`save_folder`), which this process alone writes.
+            that ends in `.dcp` asks for a folder, which this process alone writes.
         state_dict: what `module.state_dict()` returned, as in `save_weights`.
         state: all else, of the kinds that `encode_state` lists. Tensors that share all of their
             memory, with each other or with weights, are written once.
@@ -80,11 +81,11 @@ def save_checkpoint(
         ConfigurationError: something can't be written to a file; the message names its place.
         CheckpointError: the file can't be written; what was at `path` is still there.
     """
-    _check_suffix(path, *SUFFIXES, FOLDER)
+    _check_suffix(path, *SUFFIXES, *FOLDERS)
     if type(state) is not dict:
         raise ArgumentTypeError(f"state={describe(state)} must be a dict.")
     if is_folder_name(path):
-        save_folder(path, state_dict, state, Solo())
+        folder_format(path).save(path, state_dict, state, Solo())
         return
     numbering, weights = Numbering(), collect_weights(state_dict)
     places = numbering.add_all(weights.tensors)
@@ -116,8 +117,9 @@ def open_stored(path: str | os.PathLike[str]) -> AbstractContextManager[StoredFi
     Raises:
         FileNotFoundError, ConfigurationError, CheckpointError: as `open_checkpoint`.
     """
-    _check_suffix(path, *SUFFIXES, FOLDER)
-    return open_folder(path) if is_folder_name(path) else read_container(path)
+    _check_suffix(path, *SUFFIXES, *FOLDERS)
+    is_folder = is_folder_name(path)
+    return folder_format(path).open_stored(path) if is_folder else read_container(path)
 
 
 def checkpoint_in(name: str, stored: StoredFile) -> Checkpoint:

@@ -1,7 +1,6 @@
 """The formats of weight files, by the end of the file's name.
 
-To add one, write a file with a class that has `write` and `open`, let it end with
-`FORMATS.add(suffix, …)`, and import it in `checkpoint/__init__.py`.
+To add one, write a file in `extras/` with a class that has `write` and `open`, and promise it here.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from fitkit.checkpoint.arrays import Described, Numbering
 from fitkit.checkpoint.codec import decode_state, encode_state
 from fitkit.checkpoint.container import read_container, refusals, write_container
 from fitkit.checkpoint.frozen import NOTHING_FROZEN, Frozen, add_note
+from fitkit.distributed.collectives import Collectives
 from fitkit.errors import (
     ArgumentTypeError,
     CheckpointError,
@@ -427,6 +427,92 @@ class StoredFile(TensorReader, Protocol):
         """Return the shape and dtype of what is at a place; reads nothing."""
 
 
+class FolderInThreads(Protocol):
+    """A folder that each rank's thread writes its part of, while the training goes on."""
+
+    def write(self, then: Callable[[], None]) -> None:
+        """Write this rank's part. Rank 0 also finishes the folder once all parts are there.
+
+        Args:
+            then: called on rank 0 when the folder has its name.
+
+        Raises:
+            CheckpointError: a part can't be written, or `stop` came first.
+        """
+
+    def stop(self) -> None:
+        """Let rank 0's thread stop waiting, because a part won't come."""
+
+
+class FolderFormat(Protocol):
+    """A format of checkpoints that all ranks write: folders, to which each writes its part.
+
+    Ranks:
+        `save` and `begin` are collective. The other methods are called by one rank.
+    """
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        state_dict: Mapping[str, Any],
+        state: dict[str, Any] | None,
+        collectives: Collectives,
+    ) -> None:
+        """Write a folder, completely or not at all.
+
+        Args:
+            path: the folder, which all ranks see. An existing checkpoint is replaced.
+            state_dict: the module's state dict. Parameters may be sharded over the ranks (torch's
+                `DTensor`). For other tensors, rank 0's are used.
+            state: everything else, as for `save_checkpoint`; None for weights only.
+            collectives: the ranks.
+
+        Raises:
+            ConfigurationError, ArgumentTypeError: something can't be written to a file.
+            CheckpointError: a rank can't write; what was at `path` is still there.
+        """
+
+    def begin(
+        self,
+        path: str,
+        state_dict: Mapping[str, Any],
+        state: dict[str, Any] | None,
+        collectives: Collectives,
+        copied: Callable[[Any], Any],
+    ) -> FolderInThreads:
+        """Plan what `save` would write, and copy it, for threads.
+
+        Args:
+            path, state_dict, state, collectives: as for `save`.
+            copied: copies tensors in dicts and lists to main memory.
+        """
+
+    def open_stored(self, path: str | os.PathLike[str]) -> AbstractContextManager[StoredFile]:
+        """Open a folder after checking all of it."""
+
+    def remove(self, path: str | os.PathLike[str]) -> None:
+        """Remove a folder, of which nobody sees a half."""
+
+    def link(self, path: str | os.PathLike[str], twin: str | os.PathLike[str]) -> None:
+        """Give a folder a second name, replacing what has it."""
+
+
+FOLDERS: Registry[FolderFormat] = Registry("suffix")
+
+INDEX = "index.h5"
+"""The file that marks a folder as a checkpoint of fitkit's. It is written last."""
+
+
+def is_folder_name(path: object) -> bool:
+    """Whether a path asks for a folder that all ranks write."""
+    return isinstance(path, (str, os.PathLike)) and PurePath(path).suffix.lower() in FOLDERS
+
+
+def folder_format(path: str | os.PathLike[str]) -> FolderFormat:
+    """Return the format of a folder, by the end of its name."""
+    return FOLDERS[PurePath(path).suffix.lower()]
+
+
 def weights_in(path: str, arrays: StoredFile) -> OpenWeights:
     """Return the weights in an open file or folder of fitkit's.
 
@@ -481,5 +567,8 @@ def _mapping(part: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 FORMATS.add(SUFFIXES[0], HDF5(), *SUFFIXES[1:])
+FORMATS.promise("fitkit.extras.safetensors_file:SAFETENSORS", ".safetensors")
 FORMATS.promise("fitkit.extras.torch_file:TORCH", ".pt", ".pth")
 FORMATS.promise("fitkit.extras.torch_file:LIGHTNING", ".ckpt")
+FORMATS.promise("fitkit.extras.dcp.sharded_folder:DCP", ".dcp")
+FOLDERS.promise("fitkit.extras.dcp.sharded_folder:DCP", ".dcp")

@@ -27,7 +27,7 @@ from fitkit.checkpoint.formats import (
     open_weights,
 )
 from fitkit.checkpoint.frozen import noted
-from fitkit.checkpoint.own_loading import Rehearsal, own_parts, rehearsed
+from fitkit.checkpoint.own_loading import Rehearsal, own_parts
 from fitkit.checkpoint.uncompiled import plain_name, uncompiled
 from fitkit.distributed.meta_tensors import fill_meta
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError, warn
@@ -154,6 +154,8 @@ def as_loaded(
         return tuple(name for name in names if not name.startswith(parts))
 
     own = [name for name in names if name.startswith(parts)]
+    from fitkit.extras.rehearsal import rehearsed
+
     found = rehearsed(module, source.content(own).state_dict())
     plain = {n: why for n, why in comparison.mismatched.items() if not n.startswith(parts)}
     refused: dict[str, str] = {}

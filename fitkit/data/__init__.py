@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from fitkit.data.permutation import PermutationSampler
+from fitkit.data.seeded import sample_seed
 from fitkit.registry import imported_on_demand
 
 if TYPE_CHECKING:
@@ -19,7 +20,14 @@ else:
         },
     )
 
-__all__ = ["BucketBatchSampler", "CombinedLoader", "PermutationSampler", "pack", "pad"]
+__all__ = [
+    "BucketBatchSampler",
+    "CombinedLoader",
+    "PermutationSampler",
+    "pack",
+    "pad",
+    "sample_seed",
+]
 
 
 def __dir__() -> list[str]:

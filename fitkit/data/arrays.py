@@ -10,19 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from torch.nn.utils.rnn import PackedSequence
 
 from fitkit import trees
 from fitkit.arguments import describe, dtype_name
+from fitkit.batch_kinds import kind_of
 from fitkit.data import permutation
 from fitkit.data.batches import Source
 from fitkit.data.permutation import IndexBatches, Permutation
 from fitkit.errors import ArgumentTypeError, ConfigurationError, with_code
 from fitkit.samples import samples_among
 from fitkit.shortcuts import Shortcut
-from fitkit.tensors import bytes_of
+from fitkit.tensors import bytes_of, is_dense
 
-SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 META = "{name} is a meta tensor, which has a shape but no numbers. Give it on the CPU or a GPU."
 
 
@@ -128,10 +127,10 @@ def as_tensors(value: Any, name: str, float_dtype: torch.dtype, *, target: bool 
             }
         if value is None and target and name.endswith("]"):
             return None
-        if isinstance(value, PackedSequence):
+        if (kind := kind_of(value)) is not None:
             raise ArgumentTypeError(
-                f"{name} is a PackedSequence, whose rows aren't samples. Give fit, evaluate or "
-                "predict batches: [(x, y)], or a DataLoader that packs them."
+                f"{name} is {kind.words}, whose rows aren't samples. Give fit, evaluate or "
+                "predict batches: [(x, y)], or a DataLoader that makes them."
             )
         if isinstance(value, (tuple, list)):
             if not value:
@@ -155,10 +154,9 @@ def as_tensors(value: Any, name: str, float_dtype: torch.dtype, *, target: bool 
                 )
             return SparseMatrix(value, name, float_dtype)
     tensor = _tensor(value, name)
-    if target and tensor.layout in SPARSE:
+    if target and (kind := kind_of(tensor)) is not None and not kind.is_target:
         raise ConfigurationError(
-            f"{name} is a sparse tensor ({tensor.layout}), which no loss takes. Write "
-            f"{name}.to_dense()."
+            f"{name} is {kind.words}, which no loss takes. Write {name}.to_dense()."
         )
     if tensor.ndim == 0:
         raise ConfigurationError(
@@ -316,12 +314,13 @@ def _strings(array: np.ndarray[Any, Any], name: str) -> str:
 
 
 def check_cuttable(tree: Any, name: str) -> None:
-    """Refuse sparse tensors whose rows torch can't select. It can for the layout COO."""
+    """Refuse entries whose samples can't be cut apart, such as compressed sparse tensors."""
     for path, leaf in trees.leaves_with_paths(tree):
-        if isinstance(leaf, torch.Tensor) and leaf.layout in SPARSE[1:]:
+        kind = kind_of(leaf)
+        if kind is not None and not kind.can_cut:
             raise ConfigurationError(
-                f"{name}{path} is a sparse tensor ({leaf.layout}), which can't be cut into "
-                f"batches. Write {name}{path}.to_sparse_coo(), or {name}{path}.to_dense()."
+                f"{name}{path} is {kind.words}, which can't be cut into batches. "
+                f"{kind.advice.format(place=name + path)}"
             )
 
 
@@ -392,16 +391,9 @@ def _cut(leaf: Any, start: int, stop: int) -> Any:
         return leaf.rows(slice(start, stop))
     if is_sparse_matrix(leaf):
         return leaf.tocsr()[start:stop]
-    if isinstance(leaf, torch.Tensor) and leaf.layout in SPARSE:  # which has no views
-        return leaf.index_select(0, torch.arange(len(leaf), device=leaf.device)[start:stop])
-    return leaf[start:stop]
+    kind = kind_of(leaf)
+    return leaf[start:stop] if kind is None else kind.rows(leaf, start, stop)
 
-
-MOST_AT_ONCE = 2**22
-"""How many bytes of batches are selected at once, at most.
-
-A compiled step of a net 32-64-10 takes 0.9 of the time if 32 batches are selected at once.
-"""
 
 MOST_COPIED = 2**18
 """How many bytes of batches are copied in their order at once, at most, unless one batch has more.
@@ -424,7 +416,7 @@ def fingerprints(tree: Any) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for path, leaf in trees.leaves_with_paths(tree):
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.numel():
+        if isinstance(leaf, torch.Tensor) and is_dense(leaf) and leaf.numel():
             rows = leaf.detach()
             if leaf.nbytes > MOST_BYTES and leaf.ndim:
                 rows = rows[:: -(-leaf.nbytes // MOST_BYTES)]
@@ -435,7 +427,6 @@ def fingerprints(tree: Any) -> dict[str, str]:
     return found
 
 
-SELECTED_AHEAD = Shortcut("rows of several batches selected at once")
 COPIED_AHEAD = Shortcut("several batches copied at once, in their order")
 
 
@@ -446,10 +437,6 @@ class ArraySource(Source):
         batch: `(x,)`, `(x, y)` or `(x, y, weight)`: trees of tensors of shape (N, ...).
         batch_size: samples per batch. The last batch may be shorter.
         shuffle: True for a new order each pass, `"batch"` to permute within each batch only.
-
-    Attributes:
-        ahead: how many batches may be selected at once. So many are read without a call of code
-            that might change the tensors.
 
     The order of pass `p` follows from `p` and a seed, which is drawn from torch's global generator
     at the first shuffled pass. Nothing else draws from that generator. For `permutation.MANY` or
@@ -467,10 +454,7 @@ class ArraySource(Source):
         self.samples: int = samples_among(batch[0])
         self.steps: int = -(-self.samples // batch_size)
         self.seed: int | None = None
-        self._flat = all(
-            isinstance(part, torch.Tensor) and part.layout not in SPARSE for part in batch
-        )
-        self.ahead = 1
+        self._flat = all(isinstance(part, torch.Tensor) and is_dense(part) for part in batch)
 
     @property
     def target(self) -> Any:
@@ -492,24 +476,7 @@ class ArraySource(Source):
 
     def read(self, chosen: Iterable[torch.Tensor]) -> Iterator[Any]:
         """Return the batches of these samples."""
-        at_once = min(self.ahead, MOST_AT_ONCE // self._batch_bytes())
-        if at_once > 1 and SELECTED_AHEAD.is_on:
-            return self._read_ahead(iter(chosen), at_once)
         return (self.take(indices) for indices in self._near(chosen))
-
-    def _read_ahead(self, chosen: Iterator[torch.Tensor], at_once: int) -> Iterator[Any]:
-        while block := list(itertools.islice(chosen, at_once)):
-            rows, lengths = torch.cat(block), [part.shape[0] for part in block]
-            picked = [_apart(select_rows(tensor, rows), lengths) for tensor in self.batch]
-            yield from zip(*picked, strict=True)
-
-    def _batch_bytes(self) -> int:
-        """Return the memory of a batch whose rows are selected on a CPU; a very large number for
-        others.
-        """
-        if not self._flat or not all(part.is_cpu for part in self.batch):
-            return 2**63
-        return trees.tensor_bytes(self.batch) // max(self.steps, 1) + 1
 
     def _in_order(self, skip: int) -> Iterator[Any]:
         size, samples = self.batch_size or 1, self.samples or 0
@@ -568,18 +535,16 @@ class ArraySource(Source):
         return self.seed
 
 
-def _apart(tensor: torch.Tensor, rows: int | list[int]) -> Sequence[torch.Tensor]:
+def _apart(tensor: torch.Tensor, rows: int) -> Sequence[torch.Tensor]:
     """Cut a new tensor into batches, which may be written into as if each were alone.
 
     Torch's `split` gives views. It refuses some writes into them, and counts others as writes into
     all of them, so that a graph of an earlier batch could no longer be differentiated.
 
     Args:
-        rows: those of each batch, or of all but the last.
+        rows: those of each batch but the last.
     """
-    if isinstance(rows, int):
-        return torch.unsafe_split(tensor, rows)
-    return torch.unsafe_split_with_sizes(tensor, rows)
+    return torch.unsafe_split(tensor, rows)
 
 
 def select_rows(tensor: Any, chosen: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import re
@@ -10,14 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from fitkit import trees
 from fitkit.arguments import dtype_name
+from fitkit.batch_kinds import kind_of
+from fitkit.data.draws import DataDraws, OrderNumbers, key_of_state
 from fitkit.errors import ConfigurationError, warn
 from fitkit.progress import Progress
 from fitkit.random_states import kept_random_numbers, random_state, set_random_state
-from fitkit.samples import plain_rows, said_by
+from fitkit.samples import said_by
 from fitkit.samples import samples_of as samples_of
 
 COLLATE_ERRORS = {
@@ -76,7 +78,13 @@ class Source:
         transfer: moves a batch to a device in the model's place; None leaves that to the model.
         lends: whether other code may have the memory of its batches.
         pins: whether a pinned tensor in its batches is a new one each time.
+        draws: what its passes draw with; None where no fit, and no other rank, reads it too.
+        draws_orders: whether its orders are drawn with `draws`. Others come from code of the
+            user's, which draws where it likes.
     """
+
+    draws: DataDraws | None = None
+    draws_orders = False
 
     lends = True
     pins = False
@@ -99,6 +107,16 @@ class Source:
     @property
     def whole(self) -> Any:
         return self
+
+    @property
+    def order_numbers(self) -> OrderNumbers | None:
+        """The numbers from which its orders are drawn, if they aren't the process's in any case."""
+        draws = self.whole.draws
+        return draws.numbers if draws is not None and self.whole.draws_orders else None
+
+    def pass_draws(self) -> DataDraws:
+        """Return what a new pass draws with: for one on its own, by the process's state."""
+        return DataDraws(key_of_state()) if self.draws is None else self.draws
 
     def sizes(self, skip: int) -> Iterator[int] | None:
         """Return the samples of each batch after the first `skip`; None if only the batches
@@ -157,9 +175,12 @@ def is_empty(batch: Any) -> bool:
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
     for part in parts:  # the first one decides for most batches, without a walk over a tree
         for leaf in (part,) if isinstance(part, torch.Tensor) else trees.leaves(part):
-            if isinstance(leaf, (torch.Tensor, np.ndarray)):
-                # A nested tensor has rows, but no shape.
-                if getattr(leaf, "is_nested", False) or (leaf.ndim and leaf.shape[0]):
+            if (kind := kind_of(leaf)) is not None:
+                if kind.count(leaf):
+                    return False
+                found = True
+            elif isinstance(leaf, (torch.Tensor, np.ndarray)):
+                if leaf.ndim and leaf.shape[0]:
                     return False
                 found = found or leaf.ndim > 0
     return found
@@ -206,8 +227,7 @@ class CountedSource(Source):
             if data is NoRows:
                 yield data
             else:
-                rows = plain_rows(data)
-                samples = samples_of(data) if rows is None else rows
+                samples = samples_of(data)
                 yield Batch(data, samples, samples, is_lent)
 
 
@@ -216,12 +236,13 @@ def unpack_batch(batch: Any) -> tuple[Any, Any, Any]:
 
     Args:
         batch: `(x, y)`, `(x, y, sample_weight)` or `(x,)` as a tuple or list. Anything else (a
-            tensor, a dict, a `PackedSequence`) is the inputs as a whole.
+            tensor, a dict, an entry of its own kind) is the inputs as a whole.
 
     Raises:
         ConfigurationError: a tuple or list of another length.
     """
-    if isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence):
+    kind = type(batch)
+    if kind is tuple or (isinstance(batch, (tuple, list)) and kind_of(batch) is None):
         count = len(batch)
         if count == 2:
             return batch[0], batch[1], None
@@ -317,7 +338,9 @@ class Stream:
         rest = None
         if not whole.repeatable:
             whole.iterable, rest = itertools.tee(whole.iterable)
-        with kept_random_numbers(self.generators):
+        numbers = self.source.order_numbers
+        kept = contextlib.nullcontext() if numbers is None else numbers.kept()
+        with kept, kept_random_numbers(self.generators):
             batch = self._first_with_rows()
             if batch is None and waiting is not None:  # the loader's own state is at its pass's end
                 batch = self._first_with_rows()
@@ -357,12 +380,15 @@ def _begin(source: Source, progress: Progress) -> Iterator[Any]:
     own, (began,) = source.own_state, progress.began
     if progress.batches and own is not None and own.waits:
         return source.batches(progress.number, progress.batches)
-    generators = source.generators
+    generators, numbers = source.generators, source.order_numbers
     if progress.batches and began is not None:
         with kept_random_numbers(generators):
             set_random_state(began, generators)
+            if numbers is not None:
+                numbers.start_here()
             return source.batches(progress.number, progress.batches)
-    progress.began = [random_state(generators)]
+    with contextlib.nullcontext() if numbers is None else numbers.drawing():
+        progress.began = [random_state(generators)]
     return source.batches(progress.number)
 
 

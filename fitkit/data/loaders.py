@@ -13,18 +13,24 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
     default_collate,
 )
 
 from fitkit.data.arrays import select_rows
+from fitkit.data.draws import DataDraws
 from fitkit.data.permutation import IndexBatches, PermutationSampler
+from fitkit.data.seeded import Keys, Seeded, marked_repeats, may_repeat
 from fitkit.errors import warn
 from fitkit.random_states import kept_random_numbers
 from fitkit.shortcuts import Shortcut
+from fitkit.tensors import is_dense
 
 _INSIDE = ("sampler", "batch_sampler", "dataset")
 """The attributes under which loaders, samplers and data sets hold one another."""
@@ -205,13 +211,38 @@ def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
     return other
 
 
-def begin_order(loader: DataLoader[Any]) -> tuple[Iterator[Any], torch.Generator]:
+def begin_order(
+    loader: DataLoader[Any], draws: DataDraws, *, twice: bool = False
+) -> tuple[Iterator[Any], torch.Generator]:
     """Return the indices of a new pass's batches and its seeds, with the draws that iterating
     makes.
+
+    Args:
+        draws: from which they are drawn.
+        twice: whether the sampler is begun twice, as torch does where it starts workers.
     """
-    indices = iter(getattr(loader, sampler_name(loader)))
-    seeds = begin_seeds(loader)
-    return indices, seeds
+    sampler = getattr(loader, sampler_name(loader))
+    with draws.drawing():
+        indices = iter(sampler)
+        seeds = begin_seeds(loader)
+        if twice:
+            indices = iter(sampler)
+    return draws.each(indices, at_once=draws_at_once(loader)), seeds
+
+
+def with_repeats(
+    loader: DataLoader[Any], indices: Iterable[Any], *, cycles: bool = False
+) -> Iterator[Any]:
+    """Yield the indices of a pass's batches, those marked that came before in the pass.
+
+    Args:
+        cycles: whether the loader's sampler is begun several times in a pass.
+    """
+    if not reads_samples(loader) or reads_by_index(loader):
+        return iter(indices)
+    if not (cycles or may_repeat(loader)):
+        return iter(indices)
+    return marked_repeats(indices, by_batch=loader.batch_sampler is not None)
 
 
 def generators_of(*loaders: DataLoader[Any]) -> list[torch.Generator]:
@@ -241,23 +272,105 @@ class ReadInOrder:
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
+        self._loader = weakref.ref(loader)  # it may be kept as long as the loader is
+        self._facts = _facts_of(loader)
         self._order = GivenOrder()
         self._ordered = with_sampler(loader, self._order)
+        self._reads_by_index = reads_by_index(loader)
+        self._is_seeded = reads_samples(loader)
+        if self._is_seeded:
+            _read_by_keys(self._ordered)
 
-    def __call__(self, chosen: Iterable[Any], number: int, seeds: torch.Generator) -> Iterator[Any]:
+    def fits(self, loader: DataLoader[Any]) -> bool:
+        """Whether this reads as a new reader of the loader would."""
+        pairs = zip(self._facts, _facts_of(loader), strict=True)
+        return all(mine is now or mine == now for mine, now in pairs)
+
+    def __call__(
+        self,
+        chosen: Iterable[Any],
+        number: int,
+        seeds: torch.Generator,
+        *,
+        key: int,
+        batches: Iterable[int],
+    ) -> Iterator[Any]:
         """Return the batches of these indices, as the loader's sampler gives them or
         `index_batches`.
 
         Args:
             number: the number of the pass.
             seeds: of the workers that read here.
+            key: of the call's data, from which the random numbers of samples follow.
+            batches: the numbers of the batches in the pass, over all ranks.
         """
-        if reads_by_index(self._loader):
-            return batches_by_index(self._loader, chosen)
+        if self._reads_by_index:
+            loader = self._loader()
+            assert loader is not None
+            return batches_by_index(loader, chosen)
+        if self._is_seeded:
+            pairs = zip(chosen, batches, strict=False)
+            chosen = (Keys(key, number, batch, indices) for indices, batch in pairs)
         self._order.items = chosen
         self._ordered.generator = seeds  # else the loader's own would be drawn from
         return iterate(self._ordered, number)
+
+
+def _facts_of(loader: DataLoader[Any]) -> tuple[Any, ...]:
+    """Return what a reader takes from a loader, which may get others between two passes."""
+    return loader.dataset, loader.collate_fn, loader.worker_init_fn, reads_by_index(loader)
+
+
+def reads_samples(loader: DataLoader[Any]) -> bool:
+    """Whether samples are read by their indices, by a loader without a state of its own."""
+    return not (
+        isinstance(loader.dataset, IterableDataset)
+        or iterates_by_itself(loader)
+        or own_state_of(loader) is not None
+    )
+
+
+def _read_by_keys(loader: DataLoader[Any]) -> None:
+    """Let a copy of a loader read by `Keys`."""
+    by_batch = loader.batch_sampler is not None
+    seeded = Seeded(loader.dataset, loader.collate_fn, loader.worker_init_fn, by_batch=by_batch)
+    # A DataLoader refuses another data set by its own __setattr__.
+    vars(loader).update(dataset=seeded, collate_fn=_as_it_is, worker_init_fn=seeded)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+_readers: weakref.WeakKeyDictionary[DataLoader[Any], ReadInOrder] = weakref.WeakKeyDictionary()
+"""What reads by each loader's living workers, which outlast a call."""
+
+
+def reader_of(loader: DataLoader[Any]) -> ReadInOrder:
+    """Return what reads a loader: the same again for one whose workers live on."""
+    collated_by = getattr(loader.collate_fn, "__self__", None)
+    if not loader.persistent_workers or collated_by is loader:  # it would never be freed
+        return ReadInOrder(loader)
+    if loader not in _readers:
+        _readers[loader] = ReadInOrder(loader)
+    return _readers[loader]
+
+
+def draws_at_once(loader: DataLoader[Any]) -> bool:
+    """Whether a loader's sampler draws all numbers of a pass with its first index."""
+    sampler: Any = loader.sampler
+    if loader.batch_sampler is not None:
+        if type(loader.batch_sampler) is not BatchSampler:
+            return False
+        sampler = loader.batch_sampler.sampler
+    own = getattr(sampler, "generator", None)
+    return type(sampler) in _AT_ONCE and own is not torch.default_generator
+
+
+_AT_ONCE = (
+    *(SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler),
+    PermutationSampler,
+)
 
 
 ROWS_BY_INDEX = Shortcut("a DataLoader's batches as rows of its tensors")
@@ -283,10 +396,7 @@ def _holds_tensors(dataset: Any) -> bool:
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return type(dataset) is TensorDataset and all(
-        type(tensor) is Tensor
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor.requires_grad
+        type(tensor) is Tensor and is_dense(tensor) and not tensor.requires_grad
         for tensor in dataset.tensors
     )
 

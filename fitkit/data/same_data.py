@@ -12,12 +12,14 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from fitkit import trees
 from fitkit.arguments import dtype_name
+from fitkit.batch_kinds import kind_of
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import Source
-from fitkit.data.sources import DrawnSource, LoaderSource, length_of
+from fitkit.data.drawn import DrawnSource
+from fitkit.data.sources import LoaderSource, length_of
 from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ConfigurationError
-from fitkit.tensors import bytes_of
+from fitkit.tensors import bytes_of, is_dense
 
 LOOKED_AT = 256
 """How many numbers of each array are compared, evenly spread."""
@@ -100,10 +102,11 @@ def _is_numbers(leaf: Any) -> bool:
 
 def _array_facts(name: str, value: Any) -> tuple[str, int]:
     """Return an array's name, shape and dtype, and the checksum of some of its numbers."""
-    if not isinstance(value, torch.Tensor) or value.is_nested:
+    kind = kind_of(value)
+    if not isinstance(value, torch.Tensor) or (kind is not None and not kind.has_rows):
         return f"{name} {type(value).__name__}", 0
     words = f"{name} {tuple(value.shape)} {dtype_name(value.dtype)}"
-    if value.layout is not torch.strided or value.numel() == 0:
+    if not is_dense(value) or value.numel() == 0:
         return words, 0
     positions = torch.linspace(0, value.numel() - 1, LOOKED_AT, dtype=torch.float64).long()
     places = torch.unravel_index(positions.to(value.device), value.shape)

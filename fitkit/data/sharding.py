@@ -28,6 +28,8 @@ from torch.utils.data import (
 
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import Batch, CountedSource, NoRows, Source, marked
+from fitkit.data.drawn import DrawnSource
+from fitkit.data.draws import DataDraws, key_of_state
 from fitkit.data.loaders import (
     ReadInOrder,
     begin_order,
@@ -37,10 +39,12 @@ from fitkit.data.loaders import (
     reads_by_index,
     seeds_apart,
     tell_epoch,
+    with_repeats,
 )
+from fitkit.data.order import PART, Order, in_parts
 from fitkit.data.permutation import IndexBatches
 from fitkit.data.same_data import batch_facts, check_same_on_all_ranks
-from fitkit.data.sources import DrawnSource, LoaderSource, collate_without_masks, without_first
+from fitkit.data.sources import LoaderSource, collate_without_masks, without_first
 from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ConfigurationError, warn
 from fitkit.random_states import digest_of_random_state, random_state, set_random_state
@@ -76,6 +80,8 @@ def sharded(
             get equally many, and may exchange other things between two of them.
         samples_of: counts a batch's samples.
     """
+    if source.draws is None and isinstance(source, (LoaderSource, DrawnSource)):
+        source.draws = DataDraws(ranks.broadcast(key_of_state()))
     shard = _shard_of(source, ranks, training, replace_sampler, scatter, steps)
     shard.samples_of, shard.fills = samples_of, fills
     return shard if training else CountedSource(shard, samples_of)
@@ -294,78 +300,6 @@ class _Shard(Source):
         return max(self.samples_of(batch), 1)
 
 
-PART = 4096
-"""The most batches of an order of unknown length that rank 0 draws at a time."""
-
-
-class Order:
-    """The indices of a pass's batches. Rank 0 draws them, in parts if they may have no end.
-
-    Args:
-        ranks: the ranks that read the pass.
-        groups: the first batches' indices.
-        ended: whether these are all.
-        parts: what follows on rank 0, as `in_parts` gives it.
-    """
-
-    def __init__(
-        self,
-        ranks: Collectives,
-        groups: Any,
-        ended: bool = True,
-        parts: Iterator[tuple[list[Any], bool]] | None = None,
-    ) -> None:
-        self.groups: Any = groups
-        self._ranks = ranks
-        self._ended = ended
-        self._parts = parts
-
-    def _read_on(self) -> None:
-        """Add the next part.
-
-        Ranks:
-            Collective.
-        """
-        part = None if self._parts is None else next(self._parts)
-        more, self._ended = self._ranks.broadcast(part)
-        self.groups = self.groups + more
-
-    def leave_out(self, skip: int) -> None:
-        """Leave out the first batches."""
-        while True:
-            left_out = min(skip, len(self.groups))
-            self.groups, skip = self.groups[left_out:], skip - left_out
-            if not skip or self._ended:
-                return
-            self._read_on()
-
-    def all(self, limit: int | None) -> Any:
-        """All batches, or at least `limit` of them."""
-        while not self._ended and (limit is None or len(self.groups) < limit):
-            self._read_on()
-        return self.groups
-
-    def steps(self, deal: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
-        """Yield what `deal` makes of the batches. It gets whole steps, until the last part."""
-        while not self._ended:
-            full = len(self.groups) // self._ranks.world_size * self._ranks.world_size
-            yield from deal(self.groups[:full])
-            self.groups = self.groups[full:]
-            self._read_on()
-        yield from deal(self.groups)
-
-
-def in_parts(indices: Iterator[Any], size: int) -> Iterator[tuple[list[Any], bool]]:
-    """Yield parts of `size` entries, and whether each is the last one: one entry is read ahead."""
-    ahead = list(itertools.islice(indices, 1))
-    while True:
-        part = ahead + list(itertools.islice(indices, size - len(ahead)))
-        ahead = list(itertools.islice(indices, 1))
-        yield part, not ahead
-        if not ahead:
-            return
-
-
 class _DealtByIndex(_Shard):
     """Data whose order is known before they are read: arrays, and loaders of map-style data sets.
 
@@ -398,11 +332,13 @@ class _DealtByIndex(_Shard):
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         order, seeds = self._begin(number)
         order.leave_out(skip)
+        first = skip + self.ranks.rank
         read = partial(
             self._read,
             is_computed=isinstance(order.groups, IndexBatches),
             number=number,
-            seeds=None if seeds is None else seeds_apart(seeds, skip + self.ranks.rank),
+            first=first,
+            seeds=None if seeds is None else seeds_apart(seeds, first),
         )
         if not self.training:
             return read(order.all(self._limit)[self.ranks.rank :: self.size])
@@ -425,8 +361,11 @@ class _DealtByIndex(_Shard):
         tell_epoch(source.loader, number)
         drawn = parts = None
         if is_first:
-            indices, seeds = begin_order(source.loader)
-            computed = computed_batches(source.loader)  # a seed instead of all indices
+            draws = source.pass_draws()
+            indices, seeds = begin_order(source.loader, draws)
+            indices = with_repeats(source.loader, indices)
+            with draws.drawing():
+                computed = computed_batches(source.loader)  # a seed instead of all indices
             # No further than the epoch needs: a sampler may have no end, and draw at each index.
             most = PART if self._limit is None else min(self._limit, PART)
             parts = in_parts(indices, max(source.steps or 0, most))
@@ -441,6 +380,7 @@ class _DealtByIndex(_Shard):
         *,
         is_computed: bool,
         number: int,
+        first: int,
         seeds: torch.Generator | None,
     ) -> Iterator[Any]:
         """Return the batches of these indices, without drawing more random numbers.
@@ -448,19 +388,25 @@ class _DealtByIndex(_Shard):
         Args:
             is_computed: whether they are tensors instead of a sampler's lists.
             number: the number of the pass.
+            first: the number of this rank's first batch in the pass.
             seeds: of this rank's workers; None for arrays.
         """
         source = self.source
         if isinstance(source, ArraySource):
             return source.read(chosen)
         assert seeds is not None
+        read = partial(
+            self._reader,
+            number=number,
+            seeds=seeds,
+            key=source.pass_draws().key,
+            batches=itertools.count(first, self.size),
+        )
         if reads_by_index(source.loader):
-            return self._reader(chosen, number, seeds)
+            return read(chosen)
         indices = map(torch.Tensor.tolist, chosen) if is_computed else iter(chosen)
-        first = list(itertools.islice(indices, 1))
-        if not first:
-            return iter(())
-        return marked(self._reader(itertools.chain(first, indices), number, seeds))
+        some = list(itertools.islice(indices, 1))
+        return marked(read(itertools.chain(some, indices))) if some else iter(())
 
 
 class _DealtDrawn(_Shard):
@@ -471,10 +417,11 @@ class _DealtDrawn(_Shard):
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         for loader in self.source.loaders:
             tell_epoch(loader, number)
-        orders, seeds = self.ranks.broadcast(self.source.draw() if self.ranks.rank == 0 else None)
-        first = skip + self.ranks.rank
+        draws, first = self.source.pass_draws(), skip + self.ranks.rank
+        drawn = self.source.draw(draws) if self.ranks.rank == 0 else None
+        orders, seeds = self.ranks.broadcast(drawn)
         mine = [order[first :: self.size] for order in orders]
-        batches = self.source.read(mine, number, seeds, place=first)
+        batches = self.source.read(mine, number, seeds, key=draws.key, place=first, step=self.size)
         return self._together(batches) if self.training else batches
 
 
@@ -517,7 +464,8 @@ class _ReadByAll(_Shard):
         self, number: int, skip: int, seeds: Callable[[torch.Generator], torch.Generator]
     ) -> Iterator[Any]:
         if isinstance(self.source, LoaderSource):
-            return self.source.batches_of_rank(number, skip, seeds)
+            place, step = (self.ranks.rank, self.size) if self._is_part else (0, 1)
+            return self.source.batches_of_rank(number, skip, seeds, place, step)
         return self.source.batches(number, skip)
 
     def _read_alike(self, number: int) -> tuple[Iterator[Any], bool]:

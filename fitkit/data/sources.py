@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
+import itertools
 import numbers
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -40,27 +41,32 @@ from fitkit.data.batches import (
     unpack_batch,
     warn_of_second_target,
 )
+from fitkit.data.drawn import ReadByItself
+from fitkit.data.draws import DataDraws
 from fitkit.data.loaders import (
     ReadInOrder,
     batches_by_index,
     begin_order,
     computed_batches,
     draw_as_iterating_does,
+    draws_at_once,
     generators_of,
     index_batches,
     iterate,
     iterates_by_itself,
     own_state_of,
     pins_new_memory,
+    reader_of,
     reads_by_index,
-    sampler_name,
     seeds_apart,
     targets_by_index,
     tell_epoch,
+    with_repeats,
 )
 from fitkit.data.permutation import PermutationSampler
 from fitkit.data.stream_workers import watched
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
+from fitkit.random_states import kept_random_numbers
 from fitkit.samples import samples_among
 
 DEFAULT_BATCH_SIZE = 32
@@ -72,7 +78,7 @@ def first_inputs(source: Source) -> Any:
     Raises:
         ConfigurationError: the data can be read only once.
     """
-    with torch.random.fork_rng(devices=[]):
+    with kept_random_numbers(devices=[]):
         if isinstance(source, ArraySource):
             batch = source.take(torch.arange(min(source.samples, 2)))
         elif isinstance(source, LoaderSource):
@@ -117,11 +123,11 @@ class LoaderSource(Source):
         self._take(loader)
 
     def _take(self, loader: DataLoader[Any]) -> None:
-        self.pins = pins_new_memory(loader)
+        self.pins: bool = pins_new_memory(loader)
         loader = _without_masks(loader)
         self.loader: DataLoader[Any] = loader
         self.own_state: Any = own_state_of(loader)
-        self.lends = not reads_by_index(loader)
+        self.lends: bool = not reads_by_index(loader)
         self._reader: ReadInOrder | None = None  # kept, so that its workers can live on
         self.batch_size: int | None = loader.batch_size
         self.steps: int | None = length_of(loader)
@@ -137,23 +143,44 @@ class LoaderSource(Source):
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
         tell_epoch(self.loader, number)
+        draws = self.pass_draws()
         if reads_by_index(self.loader):
-            chosen = index_batches(self.loader)
-            draw_as_iterating_does(self.loader)
-            computed = computed_batches(self.loader) if skip else None
-            rest = without_first(chosen, skip) if computed is None else computed[skip:]
-            return batches_by_index(self.loader, rest)
-        return marked(self._read(number, skip))
+            with draws.drawing():
+                chosen = index_batches(self.loader)
+                draw_as_iterating_does(self.loader)
+                computed = computed_batches(self.loader) if skip else None
+            if computed is not None:
+                return batches_by_index(self.loader, computed[skip:])
+            chosen = draws.each(chosen, at_once=draws_at_once(self.loader))
+            return batches_by_index(self.loader, without_first(chosen, skip))
+        return marked(self._read(number, skip, draws))
 
-    def _read(self, number: int, skip: int) -> Iterator[Any]:
+    def _read(self, number: int, skip: int, draws: DataDraws) -> Iterator[Any]:
         if self.own_state is not None and (not skip or self.own_state.waits):
             return watched(self.own_state.batches(self.generators), self.loader)
-        if not skip or self.is_stream:
-            return without_first(watched(iterate(self.loader, number), self.loader), skip)
-        indices, seeds = self.begin()
-        computed = computed_batches(self.loader)
+        if self.is_stream:
+            with draws.drawing() if self.draws_orders else contextlib.nullcontext():
+                batches = iterate(self.loader, number)
+            return without_first(watched(batches, self.loader), skip)
+        indices, seeds = self.begin(draws)
+        computed = None
+        if skip:
+            with draws.drawing():
+                computed = computed_batches(self.loader)
         rest = without_first(indices, skip) if computed is None else computed[skip:].lists()
-        return ReadInOrder(self.loader)(rest, number, seeds_apart(seeds, skip))
+        return self.reader()(
+            rest,
+            number,
+            seeds_apart(seeds, skip),
+            key=draws.key,
+            batches=itertools.count(skip),
+        )
+
+    def reader(self) -> ReadInOrder:
+        """Return what reads its batches by index, the same as in the last pass if it can be."""
+        if self._reader is None or not self._reader.fits(self.loader):
+            self._reader = reader_of(self.loader)
+        return self._reader
 
     @property
     def is_stream(self) -> bool:
@@ -161,32 +188,43 @@ class LoaderSource(Source):
         is_stream = isinstance(self.loader.dataset, IterableDataset)
         return is_stream or iterates_by_itself(self.loader)
 
-    def begin(self) -> tuple[Iterator[Any], torch.Generator]:
+    @property
+    def draws_orders(self) -> bool:  # type: ignore[override]
+        """Whether its orders are drawn with `draws`: not what a stream draws in this process."""
+        return not self.is_stream or self.loader.num_workers > 0
+
+    def begin(self, draws: DataDraws) -> tuple[Iterator[Any], torch.Generator]:
         """Return the indices of a new pass's batches and its seeds, as torch draws them."""
-        indices, seeds = begin_order(self.loader)
-        if self.loader.num_workers:  # torch begins twice where it starts workers
-            indices = iter(getattr(self.loader, sampler_name(self.loader)))
-        return indices, seeds
+        indices, seeds = begin_order(self.loader, draws, twice=self.loader.num_workers > 0)
+        return with_repeats(self.loader, indices), seeds
 
     def batches_of_rank(
-        self, number: int, skip: int, seeds_here: Callable[[torch.Generator], torch.Generator]
+        self,
+        number: int,
+        skip: int,
+        seeds_here: Callable[[torch.Generator], torch.Generator],
+        place: int = 0,
+        step: int = 1,
     ) -> Iterator[Any]:
         """`batches`, by workers with the seeds of a rank.
 
         Args:
             seeds_here: given the seeds of the pass, returns those of this rank's workers.
+            place: the number of its first batch among those of all ranks.
+            step: how far its batches are apart there.
         """
         if reads_by_index(self.loader) or iterates_by_itself(self.loader):
             return self.batches(number, skip)
         tell_epoch(self.loader, number)
-        indices, seeds = self.begin()
-        if self._reader is None:
-            self._reader = ReadInOrder(self.loader)
+        draws = self.pass_draws()
+        indices, seeds = self.begin(draws)
         seeds = seeds_here(seeds)
         if self.is_stream:
-            batches = watched(self._reader(indices, number, seeds), self.loader)
-            return marked(without_first(batches, skip))
-        return marked(self._reader(without_first(indices, skip), number, seeds))
+            batches = self.reader()(indices, number, seeds, key=draws.key, batches=())
+            return marked(without_first(watched(batches, self.loader), skip))
+        numbers = itertools.count(place + skip * step, step)
+        rest = without_first(indices, skip)
+        return marked(self.reader()(rest, number, seeds, key=draws.key, batches=numbers))
 
     @property
     def generators(self) -> list[torch.Generator]:
@@ -229,59 +267,6 @@ class IterableSource(Source):
         given = self.iterable
         batches = given.pass_of(number) if isinstance(given, ReadByItself) else iter(given)
         return marked(without_first(batches, skip))
-
-
-class DrawnSource(Source, ABC):
-    """Several loaders that are read by index together; a pass's order is drawn as it begins."""
-
-    loaders: list[DataLoader[Any]]
-
-    @abstractmethod
-    def draw(self) -> tuple[list[list[Any]], list[torch.Generator]]:
-        """Return the indices of each loader's batches in a pass, and its seeds."""
-
-    @abstractmethod
-    def read(
-        self, orders: list[list[Any]], number: int, seeds: list[torch.Generator], *, place: int
-    ) -> Iterator[Any]:
-        """Return the batches of these indices, without drawing more random numbers.
-
-        Args:
-            number: the number of the pass.
-            seeds: each loader's, as `draw` gives them.
-            place: where these batches are read, for `seeds_apart`.
-        """
-
-    @property
-    def generators(self) -> list[torch.Generator]:
-        return generators_of(*self.loaders)
-
-    def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
-        for loader in self.loaders:
-            tell_epoch(loader, number)
-        orders, seeds = self.draw()
-        return self.read([order[skip:] for order in orders], number, seeds, place=skip)
-
-
-class ReadByItself(ABC):
-    """Data that know how a pass over them is read."""
-
-    @abstractmethod
-    def pass_of(self, number: int) -> Iterator[Any]:
-        """Return the batches of pass `number`."""
-
-    @abstractmethod
-    def by_index(
-        self, prepared: Callable[[DataLoader[Any]], DataLoader[Any]]
-    ) -> DrawnSource | None:
-        """Return the source that reads them by index; None if that is impossible.
-
-        Args:
-            prepared: a function that returns the loader to read in place of a given one.
-
-        Raises:
-            ConfigurationError: a loader has no batches.
-        """
 
 
 def without_first(batches: Iterator[Any], skip: int) -> Iterator[Any]:

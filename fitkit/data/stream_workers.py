@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from fitkit import trees
 from fitkit.data.loaders import iterates_by_itself
 from fitkit.errors import warn_once
-from fitkit.tensors import bytes_of
+from fitkit.tensors import bytes_of, is_dense
 
 ROUNDS = 2
 """How many batches of each worker are compared."""
@@ -64,7 +64,7 @@ def _digest(batch: Any) -> bytes | None:
             leaf = torch.from_numpy(leaf) if leaf.dtype.kind != "U" else leaf.tolist()
         digest.update(f"{path} {type(leaf)}".encode())
         if isinstance(leaf, torch.Tensor):
-            if leaf.layout is not torch.strided or leaf.is_nested:
+            if not is_dense(leaf):
                 return None
             digest.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
             digest.update(bytes_of(leaf).cpu().numpy().data)

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from fitkit import trees
 from fitkit.accelerators import free_and_total_bytes, has_streams
+from fitkit.batch_kinds import kind_of
 from fitkit.data.arrays import (
     META,
     ArraySource,
@@ -26,6 +27,7 @@ from fitkit.data.arrays import (
 )
 from fitkit.data.batches import Batch, NoRows, Source
 from fitkit.errors import ConfigurationError
+from fitkit.tensors import is_dense
 
 LABEL_KEYS = ("labels", "label")
 """Where a dict batch without `y` carries its targets, by Hugging Face's custom."""
@@ -132,7 +134,7 @@ class Transfer:
             x, *rest = batch
             if self._is_there(x) and self._are_there(rest):
                 return tuple(map(own_copy, batch)) if is_lent else batch
-            parts = (trees.map_leaves(partial(self._target, is_lent), part) for part in rest)
+            parts = (self._each(partial(self._target, is_lent), part, is_lent) for part in rest)
             return (self._inputs(x, is_lent), *parts)
         return self._inputs(batch, is_lent)
 
@@ -153,12 +155,26 @@ class Transfer:
         return True
 
     def _inputs(self, x: Any, is_lent: bool) -> Any:
-        moved = trees.map_leaves(partial(self._input, is_lent), x)
+        if isinstance(x, torch.Tensor):
+            return self._input(is_lent, x)
+        moved = self._each(partial(self._input, is_lent), x, is_lent)
         if isinstance(x, Mapping):
             for key in self.labels:
                 if key in moved:
-                    moved[key] = trees.map_leaves(partial(self._target, is_lent), x[key])
+                    moved[key] = self._each(partial(self._target, is_lent), x[key], is_lent)
         return moved
+
+    def _each(self, move: Callable[[Any], Any], tree: Any, is_lent: bool) -> Any:
+        """Move a tree: leaves by `move`, and entries of their own kind as these say."""
+        if isinstance(tree, torch.Tensor):
+            return move(tree)
+        if (kind := kind_of(tree)) is not None:
+            own = trees.map_leaves(own_copy, tree) if is_lent else tree
+            return kind.move(own, self.device, self.float_dtype)
+        if not trees.is_container(tree):
+            return move(tree)
+        children = [self._each(move, child, is_lent) for child in trees.children(tree)]
+        return trees.rebuilt(tree, children)
 
     def _input(self, is_lent: bool, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -429,4 +445,4 @@ def goes_aside(batch: Any) -> bool:
 
 
 def _is_dense_on_cpu(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_nested
+    return tensor.device.type == "cpu" and is_dense(tensor)

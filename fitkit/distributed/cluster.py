@@ -19,22 +19,18 @@ an outer launcher's, it is one launch. The outer launcher is then used, because 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 from fitkit.errors import ConfigurationError
+from fitkit.registry import Registry
 
-FIRST_PORT, PORTS = 15000, 17000
-"""Where job numbers become ports: above the registered services in use, below Linux's first
-ephemeral port (32768), which an outgoing connection might hold."""
+Environment = Mapping[str, str]
 
-FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""SLURM's step numbers from here on are no step of srun's: salloc's interactive shell
-(0xfffffffa), the batch script (0xfffffffb) and others."""
+MOST_RANKS = 2**20
+"""A number of processes or nodes above it is a mistake, and would only take memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,67 +66,78 @@ class Cluster:
     elastic: bool = False
 
 
-def detect(
-    environment: Environment = os.environ, *, has_terminal: Callable[[], bool] | None = None
-) -> Cluster | None:
+class Sign(NamedTuple):
+    """The variables of a launcher whose reader is imported when they are there.
+
+    They may speak for a launch of their own or repeat an outer launcher's.
+
+    Attributes:
+        launcher: its name in `CLUSTERS`.
+        names: the variables that must all be set.
+        rank, world_size: those that have these numbers.
+    """
+
+    launcher: str
+    names: tuple[str, ...]
+    rank: str
+    world_size: str
+
+    def is_in(self, environment: Environment) -> bool:
+        """Whether all of the variables are set."""
+        return all(environment.get(name, "").strip() for name in self.names)
+
+
+OMPI_RANK, OMPI_SIZE = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
+JSM_RANK, JSM_SIZE = "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"
+
+SIGNS = (
+    Sign("by_hand", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"), "RANK", "WORLD_SIZE"),
+    Sign("openmpi", (OMPI_RANK,), OMPI_RANK, OMPI_SIZE),
+    Sign("pmi", ("PMI_RANK", "PMI_SIZE"), "PMI_RANK", "PMI_SIZE"),
+    Sign("lsf", (JSM_RANK,), JSM_RANK, JSM_SIZE),
+    Sign("slurm", ("SLURM_PROCID",), "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    Sign(
+        "kubeflow",
+        ("KUBERNETES_PORT", "MASTER_ADDR", "WORLD_SIZE", "RANK"),
+        "RANK",
+        "WORLD_SIZE",
+    ),
+)
+"""The launchers after horovodrun, the inner ones first."""
+
+
+def detect(environment: Environment = os.environ) -> Cluster | None:
     """Return this process's place, or None where no launcher started it.
 
     Args:
         environment: the variables to read.
-        has_terminal: tells whether the process has a controlling terminal, asked only where
-            SLURM's variables can't tell a task from an interactive shell.
 
     Raises:
         ConfigurationError: a variable is missing or means nothing; the message names it.
     """
-    for read in (_fitkit, _torchrun, _horovodrun):
-        found = read(environment)
-        if found is not None:
-            return found
-    voices = _voices(_has_terminal if has_terminal is None else has_terminal)
-    for position, voice in enumerate(voices):
-        if all(environment.get(name, "").strip() for name in voice.signs):
-            found = _same_launch(voice, voices[position + 1 :], environment)
-            found = voice.read(environment) if found is None else found
+    if environment.get("FITKIT_LAUNCHED", "").strip() not in ("", "0"):
+        return _fitkit(environment)
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return _torchrun(environment)
+    if "HOROVOD_RANK" in environment:
+        return CLUSTERS["horovodrun"](environment)
+    for position, sign in enumerate(SIGNS):
+        if sign.is_in(environment):
+            found = _same_launch(sign, SIGNS[position + 1 :], environment)
+            found = CLUSTERS[sign.launcher](environment) if found is None else found
             if found is not None:
                 return found
     _refuse_half_set(environment)
     return None
 
 
-class _Voice(NamedTuple):
-    """Variables that may speak for a launch of their own or repeat an outer launcher's."""
-
-    read: Callable[[Environment], Cluster | None]
-    rank: str
-    world_size: str
-    signs: tuple[str, ...]
-
-
-def _voices(has_terminal: Callable[[], bool]) -> tuple[_Voice, ...]:
-    """Return the launchers after horovodrun, the inner ones first."""
-    slurm = functools.partial(_slurm, has_terminal=has_terminal)
-    torch_signs = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
-    pods = ("KUBERNETES_PORT", "MASTER_ADDR", "WORLD_SIZE", "RANK")
-    return (
-        _Voice(_by_hand, "RANK", "WORLD_SIZE", torch_signs),
-        _Voice(_openmpi, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("OMPI_COMM_WORLD_RANK",)),
-        _Voice(_pmi, "PMI_RANK", "PMI_SIZE", ("PMI_RANK", "PMI_SIZE")),
-        _Voice(_lsf, "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", ("JSM_NAMESPACE_RANK",)),
-        _Voice(slurm, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_PROCID",)),
-        _Voice(_kubeflow, "RANK", "WORLD_SIZE", pods),
-    )
-
-
-def _same_launch(
-    inner: _Voice, outer: tuple[_Voice, ...], environment: Environment
-) -> Cluster | None:
+def _same_launch(inner: Sign, outer: tuple[Sign, ...], environment: Environment) -> Cluster | None:
     """Return the outermost launcher that says the same rank and world size: it knows most."""
     said = (environment[inner.rank].strip(), environment.get(inner.world_size, "").strip())
-    for voice in reversed(outer):
-        if all(environment.get(name, "").strip() for name in voice.signs):
+    for sign in reversed(outer):
+        if sign.is_in(environment):
             try:
-                found = voice.read(environment)
+                found = CLUSTERS[sign.launcher](environment)
             except ConfigurationError:
                 continue  # Half an outer launcher's variables don't matter: the inner counts.
             if found and (str(found.rank), str(found.world_size)) == said:
@@ -138,38 +145,10 @@ def _same_launch(
     return None
 
 
-def _place(
-    read: LaunchVariables,
-    launcher: str,
-    rank: tuple[str, ...],
-    world_size: tuple[str, ...],
-    local_rank: tuple[str, ...],
-    local_world_size: tuple[str, ...],
-) -> Cluster:
-    """Return the place that four variables give; nodes are counted, filled one by one."""
-    size = read.size(*world_size)
-    local_size = read.number(*local_world_size, minimum=1, maximum=size)
-    rank_here = read.number(*rank, maximum=size - 1)
-    address, port = read.master()
-    return Cluster(
-        launcher=launcher,
-        rank=rank_here,
-        local_rank=read.number(*local_rank, maximum=local_size - 1),
-        world_size=size,
-        local_world_size=local_size,
-        node_rank=rank_here // local_size,
-        num_nodes=-(-size // local_size),
-        master_address=address,
-        master_port=port,
-    )
-
-
-def _fitkit(environment: Environment) -> Cluster | None:
-    if environment.get("FITKIT_LAUNCHED", "").strip() in ("", "0"):
-        return None
+def _fitkit(environment: Environment) -> Cluster:
     read = LaunchVariables(environment, "fitkit's script launcher", "FITKIT_LAUNCHED")
     local = ("LOCAL_WORLD_SIZE",) if read.find("LOCAL_WORLD_SIZE") else ("WORLD_SIZE",)
-    place = _place(read, "fitkit", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), local)
+    place = read.place("fitkit", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), local)
     return dataclasses.replace(
         place,
         node_rank=read.number("NODE_RANK", maximum=place.num_nodes - 1),
@@ -178,12 +157,10 @@ def _fitkit(environment: Environment) -> Cluster | None:
     )
 
 
-def _torchrun(environment: Environment) -> Cluster | None:
-    if "TORCHELASTIC_RUN_ID" not in environment:
-        return None
+def _torchrun(environment: Environment) -> Cluster:
     read = LaunchVariables(environment, "torchrun", "TORCHELASTIC_RUN_ID")
-    place = _place(
-        read, "torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)
+    place = read.place(
+        "torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)
     )
     nodes = read.size("GROUP_WORLD_SIZE")
     restarts = read.find("TORCHELASTIC_MAX_RESTARTS")
@@ -197,23 +174,6 @@ def _torchrun(environment: Environment) -> Cluster | None:
     )
 
 
-def _horovodrun(environment: Environment) -> Cluster | None:
-    if "HOROVOD_RANK" not in environment:
-        return None
-    read = LaunchVariables(environment, "horovodrun", "HOROVOD_RANK")
-    place = _place(
-        read,
-        "horovodrun",
-        ("HOROVOD_RANK",),
-        ("HOROVOD_SIZE",),
-        ("HOROVOD_LOCAL_RANK",),
-        ("HOROVOD_LOCAL_SIZE",),
-    )
-    nodes = read.size("HOROVOD_CROSS_SIZE")
-    node = read.number("HOROVOD_CROSS_RANK", maximum=nodes - 1)
-    return dataclasses.replace(place, node_rank=node, num_nodes=nodes)
-
-
 def _by_hand(environment: Environment) -> Cluster:
     read = LaunchVariables(environment, "torchrun", "RANK")
     on_one_node = environment["RANK"].strip() == environment["LOCAL_RANK"].strip()
@@ -221,157 +181,11 @@ def _by_hand(environment: Environment) -> Cluster:
         local: tuple[str, ...] = ("WORLD_SIZE",)
     else:
         local = ("LOCAL_WORLD_SIZE",)
-    place = _place(read, "torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), local)
+    place = read.place("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), local)
     node = read.find("GROUP_RANK", "NODE_RANK")
     if node is None:
         return place
     return dataclasses.replace(place, node_rank=read.number(node, maximum=place.num_nodes - 1))
-
-
-def _openmpi(environment: Environment) -> Cluster:
-    # OMPI_COMM_WORLD_NODE_RANK is a rank on the node, not the node's.
-    read = LaunchVariables(environment, "Open MPI's mpirun", "OMPI_COMM_WORLD_RANK")
-    return _place(
-        read,
-        "openmpi",
-        ("OMPI_COMM_WORLD_RANK",),
-        ("OMPI_COMM_WORLD_SIZE",),
-        ("OMPI_COMM_WORLD_LOCAL_RANK",),
-        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    )
-
-
-def _pmi(environment: Environment) -> Cluster:
-    read = LaunchVariables(environment, "mpiexec", "PMI_RANK")
-    return _place(
-        read,
-        "pmi",
-        ("PMI_RANK",),
-        ("PMI_SIZE",),
-        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-    )
-
-
-def _lsf(environment: Environment) -> Cluster:
-    read = LaunchVariables(environment, "jsrun", "JSM_NAMESPACE_RANK")
-    place = _place(
-        read,
-        "lsf",
-        ("JSM_NAMESPACE_RANK",),
-        ("JSM_NAMESPACE_SIZE",),
-        ("JSM_NAMESPACE_LOCAL_RANK",),
-        ("JSM_NAMESPACE_LOCAL_SIZE",),
-    )
-    return dataclasses.replace(
-        place,
-        master_address=place.master_address or _lsf_first_host(read, place.num_nodes),
-        master_port=place.master_port or FIRST_PORT + read.number("LSB_JOBID") % PORTS,
-    )
-
-
-def _lsf_first_host(read: LaunchVariables, num_nodes: int) -> str:
-    """Return the host of rank 0: the job's first, but for the node that jsrun was called on."""
-    if num_nodes == 1:
-        return "127.0.0.1"
-    if read.find("LSB_MCPU_HOSTS"):
-        names = read.text("LSB_MCPU_HOSTS").split()[::2]  # Names and slots take turns.
-    elif read.find("LSB_HOSTS"):
-        names = read.text("LSB_HOSTS").split()
-    else:
-        path = Path(read.text("LSB_DJOB_RANKFILE", "LSB_MCPU_HOSTS", "LSB_HOSTS"))
-        try:
-            names = path.read_text().split()
-        except OSError as error:
-            raise ConfigurationError(
-                f"LSB_DJOB_RANKFILE={str(path)!r} can't be read ({error.strerror}), so rank 0's "
-                "host isn't known. Set MASTER_ADDR to its name."
-            ) from error
-    hosts = list(dict.fromkeys(names))
-    if len(hosts) < num_nodes:
-        raise ConfigurationError(
-            f"LSF names {len(hosts)} hosts, but jsrun started {num_nodes} nodes. Set MASTER_ADDR "
-            "to the name of rank 0's host."
-        )
-    return hosts[0] if len(hosts) == num_nodes else hosts[1]
-
-
-def _slurm(environment: Environment, has_terminal: Callable[[], bool]) -> Cluster | None:
-    if not environment.get("SLURM_STEP_ID") and not environment.get("SLURM_STEPID"):
-        return None  # A batch script.
-    sign = "SLURM_STEP_ID" if environment.get("SLURM_STEP_ID") else "SLURM_STEPID"
-    read = LaunchVariables(environment, "srun", sign)
-    step_number = read.number(sign)
-    if step_number >= FIRST_SPECIAL_STEP:
-        return None
-    size = read.size("SLURM_STEP_NUM_TASKS")
-    # Set by `srun --pty` and by salloc's shell, and inherited by what such a shell starts with
-    # another srun. Those tasks have no terminal; a shell (all of its step that lives) has one.
-    if environment.get("SLURM_PTY_PORT") and (size == 1 or has_terminal()):
-        return None
-    nodes = read.size("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
-    node = read.number("SLURM_NODEID", maximum=nodes - 1)
-    local_size = _slurm_tasks(read, node)
-    address, port = read.master()
-    return Cluster(
-        launcher="slurm",
-        rank=read.number("SLURM_PROCID", maximum=size - 1),
-        local_rank=read.number("SLURM_LOCALID", maximum=local_size - 1),
-        world_size=size,
-        local_world_size=local_size,
-        node_rank=node,
-        num_nodes=nodes,
-        master_address=address or _slurm_first_host(read, nodes),
-        # 16 steps of 1,000 jobs in a row have ports of their own.
-        master_port=port
-        or FIRST_PORT + (read.number("SLURM_JOB_ID", "SLURM_JOBID") * 16 + step_number) % PORTS,
-    )
-
-
-def _slurm_tasks(read: LaunchVariables, node: int) -> int:
-    names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    text = read.text(*names)
-    try:
-        counts = expand_counts(text)
-    except ValueError as error:
-        raise ConfigurationError(f"{read.find(*names)}={text!r} {error}.") from error
-    if node >= len(counts):
-        raise ConfigurationError(
-            f"{read.find(*names)}={text!r} names {len(counts)} nodes, but SLURM_NODEID={node}."
-        )
-    return counts[node]
-
-
-def _slurm_first_host(read: LaunchVariables, num_nodes: int) -> str:
-    if num_nodes == 1:
-        return "127.0.0.1"
-    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    text = read.text(*names)
-    try:
-        return expand_hosts(text)[0]
-    except ValueError as error:
-        raise ConfigurationError(
-            f"{read.find(*names)}={text!r} {error}. Set MASTER_ADDR to the name of rank 0's host."
-        ) from error
-
-
-def _kubeflow(environment: Environment) -> Cluster | None:
-    if "LOCAL_RANK" in environment:  # Half of torchrun's variables, in a pod.
-        return None
-    read = LaunchVariables(environment, "Kubeflow's training operator", "RANK")
-    size = read.size("WORLD_SIZE")
-    rank = read.number("RANK", maximum=size - 1)
-    return Cluster(
-        launcher="kubeflow",
-        rank=rank,
-        local_rank=0,
-        world_size=size,
-        local_world_size=1,
-        node_rank=rank,
-        num_nodes=size,
-        master_address=read.text("MASTER_ADDR"),
-        master_port=read.number("MASTER_PORT", minimum=1, maximum=65535),
-    )
 
 
 def _refuse_half_set(environment: Environment) -> None:
@@ -392,20 +206,6 @@ def _refuse_half_set(environment: Environment) -> None:
         "unset RANK and WORLD_SIZE to train in one process.",
         code="FK049",
     )
-
-
-def _has_terminal() -> bool:
-    try:
-        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
-    except (OSError, AttributeError):  # No terminal; no such thing on Windows.
-        return False
-    return True
-
-
-Environment = Mapping[str, str]
-
-MOST_RANKS = 2**20
-"""A number of processes or nodes above it is a mistake, and would only take memory."""
 
 
 class LaunchVariables:
@@ -459,63 +259,49 @@ class LaunchVariables:
         port = self.find("MASTER_PORT")
         return address, self.number(port, minimum=1, maximum=65535) if port else None
 
+    def place(
+        self,
+        launcher: str,
+        rank: tuple[str, ...],
+        world_size: tuple[str, ...],
+        local_rank: tuple[str, ...],
+        local_world_size: tuple[str, ...],
+    ) -> Cluster:
+        """Return the place that four variables give; nodes are counted, filled one by one.
 
-def expand_counts(text: str) -> list[int]:
-    """Return the tasks of each node: `"2(x3),1"` is 2, 2, 2, 1.
-
-    Raises:
-        ValueError: it isn't such a list. The message continues after the list.
-    """
-    counts: list[int] = []
-    for item in text.split(","):
-        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", item.strip())
-        nodes = int(match[2] or 1) if match else 0
-        if match is None or int(match[1]) == 0 or len(counts) + nodes > MOST_RANKS:
-            raise ValueError("isn't a list of task counts like '2(x3),1'")
-        counts += [int(match[1])] * nodes
-    return counts
-
-
-def expand_hosts(text: str) -> list[str]:
-    """Return the hosts of a SLURM node list: `"n[03-05,9],other"` is n03, n04, n05, n9, other.
-
-    Raises:
-        ValueError: it isn't such a list. The message continues after the list.
-    """
-    # Commas inside brackets part ranges, the others part hosts.
-    items = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
-    if ",".join(items) != text.strip() or not items:
-        raise ValueError("isn't a list of hosts like 'n[03-05,9],other'")
-    hosts: list[str] = []
-    for item in items:
-        hosts += _expand_item(item.strip())
-        if len(hosts) > MOST_RANKS:
-            raise ValueError(f"names more than {MOST_RANKS} hosts")
-    return hosts
+        Args:
+            launcher: its name in `CLUSTERS`.
+            rank, world_size, local_rank, local_world_size: the variables' names. The first that
+                is set counts.
+        """
+        size = self.size(*world_size)
+        local_size = self.number(*local_world_size, minimum=1, maximum=size)
+        rank_here = self.number(*rank, maximum=size - 1)
+        address, port = self.master()
+        return Cluster(
+            launcher=launcher,
+            rank=rank_here,
+            local_rank=self.number(*local_rank, maximum=local_size - 1),
+            world_size=size,
+            local_world_size=local_size,
+            node_rank=rank_here // local_size,
+            num_nodes=-(-size // local_size),
+            master_address=address,
+            master_port=port,
+        )
 
 
-def _expand_item(item: str) -> list[str]:
-    """Return the hosts of one item: every bracket's numbers with every other's."""
-    hosts = [""]
-    for plain, ranges in re.findall(r"([^\[]*)(?:\[([^\]]*)\])?", item):
-        middles = _expand_ranges(ranges) if ranges or f"{plain}[]" in item else [""]
-        if len(hosts) * len(middles) > MOST_RANKS:
-            raise ValueError(f"names more than {MOST_RANKS} hosts")
-        hosts = [f"{host}{plain}{middle}" for host in hosts for middle in middles]
-    return hosts
-
-
-def _expand_ranges(text: str) -> list[str]:
-    """Return the numbers of `"03-05,9"`, with their leading zeros."""
-    numbers: list[str] = []
-    for item in text.split(","):
-        match = re.fullmatch("([0-9]{1,9})(?:-([0-9]{1,9}))?", item.strip())
-        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
-        if int(first) > int(last) or int(last) - int(first) + len(numbers) >= 100_000:
-            raise ValueError(f"has [{text}], which isn't a list of numbers like [03-05,9]")
-        numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
-    return numbers
-
+CLUSTERS: Registry[Callable[[Environment], Cluster | None]] = Registry("launcher")
+"""What reads the variables of each launcher; None for a process that isn't one of its tasks."""
+CLUSTERS.add("fitkit", _fitkit)
+CLUSTERS.add("torchrun", _torchrun)
+CLUSTERS.add("by_hand", _by_hand)
+CLUSTERS.promise("fitkit.extras.clusters.horovodrun:read_horovodrun", "horovodrun")
+CLUSTERS.promise("fitkit.extras.clusters.mpi:read_openmpi", "openmpi")
+CLUSTERS.promise("fitkit.extras.clusters.mpi:read_pmi", "pmi")
+CLUSTERS.promise("fitkit.extras.clusters.lsf:read_lsf", "lsf")
+CLUSTERS.promise("fitkit.extras.clusters.slurm:read_slurm", "slurm")
+CLUSTERS.promise("fitkit.extras.clusters.kubeflow:read_kubeflow", "kubeflow")
 
 RESTART = {
     "torchrun": "torchrun --nnodes={nodes} --nproc-per-node={devices}",

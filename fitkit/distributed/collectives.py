@@ -82,6 +82,26 @@ def together(collectives: Collectives, work: Callable[[], Result]) -> Result:
     return result
 
 
+def done_by_rank_zero(collectives: Collectives, work: Callable[[], Result]) -> Result:
+    """Return on all ranks what `work` gives on rank 0, which alone does it; an error there is
+    raised on all.
+
+    Ranks:
+        Collective.
+    """
+    given: tuple[Result | None, Exception | None] = (None, None)
+    if collectives.rank == 0:
+        try:
+            given = work(), None
+        except Exception as error:
+            given = None, error
+    result, problem = collectives.broadcast(given)
+    if problem is not None:
+        raise problem
+    found: Result = result
+    return found
+
+
 class Solo:
     """The collectives of a run with one rank: nothing is exchanged."""
 

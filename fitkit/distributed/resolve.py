@@ -21,7 +21,7 @@ from fitkit.distributed.devices import (
     parse_devices,
     usable_cores,
 )
-from fitkit.distributed.launchers.script import check_script_size, is_script_rank
+from fitkit.distributed.launchers.script_rank import check_script_size, is_script_rank
 from fitkit.distributed.precision import resolve_precision
 from fitkit.distributed.strategies import STRATEGIES, Strategy
 from fitkit.distributed.strategies.base import Assignment

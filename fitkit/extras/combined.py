@@ -14,15 +14,18 @@ from torch.utils.data import DataLoader, IterableDataset
 from fitkit.arguments import check_choice, check_number, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.seams.data import (
+    DataDraws,
     DrawnSource,
     ReadByItself,
     ReadInOrder,
     begin_order,
     iterate,
     iterates_by_itself,
+    key_within,
     length_of,
     marked,
     seeds_apart,
+    with_repeats,
 )
 
 NO_NEW_CYCLE = "A loader of the CombinedLoader gave no batch in a new cycle."
@@ -276,12 +279,12 @@ class CombinedSource(DrawnSource):
         self.steps: int | None = combined.length(map(len, loaders))
         self._readers = [ReadInOrder(loader) for loader in loaders]
 
-    def draw(self) -> tuple[list[list[Any]], list[torch.Generator]]:
+    def draw(self, draws: DataDraws) -> tuple[list[list[Any]], list[torch.Generator]]:
         """As of all drawn sources; `EMPTY` stands for a batch of a loader that has ended."""
         seeds: list[torch.Generator] = []
 
         def begin(loader: DataLoader[Any], *, first: bool) -> Iterator[Any]:
-            indices, its_seeds = begin_order(loader)
+            indices, its_seeds = begin_order(loader, draws)
             if first:  # its workers read all cycles
                 seeds.append(its_seeds)
             return indices
@@ -289,23 +292,42 @@ class CombinedSource(DrawnSource):
         begun = [begin(loader, first=True) for loader in self.loaders]
         again = [partial(begin, loader, first=False) for loader in self.loaders]
         steps = list(self.combined.joined(begun, again))
-        return [list(order) for order in zip(*steps, strict=True)], seeds
+        orders = [
+            list(with_repeats(loader, order, cycles=True))
+            for loader, order in zip(self.loaders, zip(*steps, strict=True), strict=True)
+        ]
+        return orders, seeds
 
     def read(
-        self, orders: list[list[Any]], number: int, seeds: list[torch.Generator], *, place: int
+        self,
+        orders: list[list[Any]],
+        number: int,
+        seeds: list[torch.Generator],
+        *,
+        key: int,
+        place: int,
+        step: int = 1,
     ) -> Iterator[Any]:
-        found = [
-            self._batches(reader, chosen, number, seeds_apart(own, place))
-            for reader, chosen, own in zip(self._readers, orders, seeds, strict=True)
-        ]
+        found = []
+        for which, (reader, chosen, own) in enumerate(
+            zip(self._readers, orders, seeds, strict=True)
+        ):
+            numbered = zip(itertools.count(place, step), chosen, strict=False)
+            filled = [(batch, indices) for batch, indices in numbered if indices is not EMPTY]
+            batches = reader(
+                [indices for _, indices in filled],
+                number,
+                seeds_apart(own, place),
+                key=key_within(key, which),  # two loaders may have one data set
+                batches=[batch for batch, _ in filled],
+            )
+            found.append(_in_places(chosen, batches if filled else iter(())))
         return marked(map(self.combined.structured, zip(*found, strict=True)))
 
-    def _batches(
-        self, reader: ReadInOrder, chosen: list[Any], number: int, seeds: torch.Generator
-    ) -> Iterator[Any]:
-        filled = [indices for indices in chosen if indices is not EMPTY]
-        batches = reader(filled, number, seeds) if filled else iter(())
-        return (EMPTY if indices is EMPTY else next(batches) for indices in chosen)
+
+def _in_places(chosen: list[Any], batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield a loader's batches, and `EMPTY` where it gives none."""
+    return (EMPTY if indices is EMPTY else next(batches) for indices in chosen)
 
 
 EMPTY = None

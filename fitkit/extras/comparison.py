@@ -15,6 +15,7 @@ import torch
 
 from fitkit.extras.inspection import clean, holds_checkpoints
 from fitkit.extras.run_folder import RESUME, read_record
+from fitkit.extras.run_steps import parting, read_steps
 from fitkit.seams.files import (
     OpenWeights,
     decode_state,
@@ -151,6 +152,9 @@ def print_comparison(
 
     found = compare(one, other)
     console.print(Text(found.summary, "bold"))
+    steps = [read_steps(path) if os.path.isdir(path) else None for path in (one, other)]
+    if steps[0] is not None and steps[1] is not None:
+        console.print(Text(parting(*steps)))
     if found.differences:
         heads = ("", "", *(clean(os.fspath(path)) for path in (one, other)))
         table = Table(box=box.SIMPLE_HEAD)

@@ -14,11 +14,11 @@ from fitkit import trees
 from fitkit.accelerators import move
 from fitkit.arguments import check_number, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.extras.class_labels import Labels
 from fitkit.outputs import IGNORED, SINGLE, named_outputs
 from fitkit.seams.losses import (
     Ask,
     Count,
-    Labels,
     Loss,
     Untrained,
     full,

@@ -344,6 +344,9 @@ def suggestions(model: Module, verb: str, batch_size: int | None, held: int) -> 
         smaller = f"batch_size={-(-batch_size // 2)}"
         steps = 2 * compilation.given.accumulate_grad_batches
         yield f"{smaller} with accumulate_grad_batches={steps}" if learns else smaller
+    can_split = strategy.cuts_batches and not strategy.has_engine and not strategy.replicates
+    if can_split and compilation.given.out_of_memory == "raise" and batch_size != 1:
+        yield "compile(out_of_memory='split'), which computes such a batch in parts"
     if strategy.precision.name == "32-true" and strategy.device.type != "cpu":
         yield "precision='bf16-mixed', with which activations take about half"
     if learns:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fitkit.errors import ConfigurationError
-from fitkit.seams.data import FunctionTransform, WholeBatch, name_of
+from fitkit.extras.batch_transforms import FunctionTransform, WholeBatch, name_of
 from fitkit.typing import Tree
 
 MOVERS = {

@@ -35,7 +35,7 @@ class ModuleLogger(Unknown):
     """
 
     KNOWN_AS = "logger"
-    INSTEAD: ClassVar = dict.fromkeys(
+    INSTEAD: ClassVar[dict[str, str]] = dict.fromkeys(
         ("log_image", "log_table", "log_text", "log_graph", "watch", "run_id"),
         "use self.logger.experiment, with which the logger writes",
     )

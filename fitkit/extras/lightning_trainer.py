@@ -169,7 +169,7 @@ class Trainer(Unknown):
             )
         return super().__getattr__(name)
 
-    INSTEAD: ClassVar = {
+    INSTEAD: ClassVar[dict[str, str]] = {
         "fit": "call fit of the fitkit.Model",
         "validate": "call evaluate of the fitkit.Model",
         "test": "call evaluate of the fitkit.Model",

@@ -101,6 +101,13 @@ class Plan:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
+SPLIT = (
+    "Activations are in proportion to the samples. Where a batch doesn't fit, "
+    "compile(out_of_memory='split') computes it in parts (one device, ddp, ddp_spawn)."
+)
+"""What a plan says below its table."""
+
+
 def plan(
     model: Model,
     devices: int,
@@ -179,6 +186,8 @@ def plan(
                     own, _ = measured(model, batch)
             own = costs_of(item, net, own, devices, num_nodes)
         costs[name] = own
+    if any(one.cuts_batches and not one.has_engine for one in chosen.values()):
+        notes = (*notes, SPLIT)
     found = Plan(devices, num_nodes, samples_of(batch), whole, costs, notes)
     say(found)
     return found

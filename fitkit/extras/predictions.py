@@ -105,7 +105,7 @@ class OutputFiles(Elsewhere):
                 f"out={text!r} gives a NumPy array that is mapped into memory. Leave out "
                 "as_numpy=False, or use torch.from_numpy on a copy."
             )
-        self.path = Path(text).absolute()
+        self.path: Path = Path(text).absolute()
         self._arrays: dict[str, _GrowingArray] | None = None
         self._files = contextlib.ExitStack()
 

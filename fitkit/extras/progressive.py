@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from fitkit.arguments import check_count, check_epochs, describe
 from fitkit.errors import ConfigurationError
+from fitkit.extras.batch_transforms import BatchTransform, WholeBatch
 from fitkit.seams.callbacks import Callback, SetsBatchSize, value_in
-from fitkit.seams.data import BatchTransform, WholeBatch
 from fitkit.typing import Tree
 
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from fitkit import trees
 from fitkit.errors import ConfigurationError
 from fitkit.samples import samples_among
+from fitkit.seams.batches import kind_of
 from fitkit.seams.strategies import mean_by
 
 LOSS = ("['loss']", ".loss")
@@ -43,7 +43,7 @@ def split(tree: Any, parts: int, samples: int | None = None) -> list[Any]:
         samples: n, if it is known.
 
     Raises:
-        ConfigurationError: a `PackedSequence`, whose rows aren't samples.
+        ConfigurationError: an entry whose samples can't be cut apart, such as a `PackedSequence`.
     """
     samples = samples_among(tree) if samples is None else samples
     sizes = part_sizes(samples, parts)
@@ -51,22 +51,20 @@ def split(tree: Any, parts: int, samples: int | None = None) -> list[Any]:
         return [tree]
     ends = itertools.accumulate(sizes)
     return [
-        _rows(tree, samples, slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)
+        rows_of(tree, samples, slice(end - size, end))
+        for size, end in zip(sizes, ends, strict=True)
     ]
 
 
-def _rows(tree: Any, samples: int, rows: slice) -> Any:
+def rows_of(tree: Any, samples: int, rows: slice) -> Any:
     """Return the given rows of a batch of so many samples; see `split`."""
-    if isinstance(tree, PackedSequence):
-        raise ConfigurationError(
-            "The batch holds a PackedSequence, whose samples can't be divided among devices. Give "
-            "padded sequences and their lengths, and pack them in the step."
-        )
+    if (kind := kind_of(tree)) is not None:
+        return kind.rows(tree, rows.start, rows.stop)
     if _is_column(tree, samples):
         return tree[rows]
     if not trees.is_container(tree):
         return tree
-    return trees.rebuilt(tree, [_rows(child, samples, rows) for child in trees.children(tree)])
+    return trees.rebuilt(tree, [rows_of(child, samples, rows) for child in trees.children(tree)])
 
 
 def _is_column(tree: Any, samples: int) -> bool:

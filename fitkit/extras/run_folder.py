@@ -26,9 +26,18 @@ import torch
 from fitkit.errors import ConfigurationError
 from fitkit.extras.loggers.base import hyperparameters_of
 from fitkit.extras.loggers.text import CSV
+from fitkit.extras.run_steps import RunSteps, read_steps
 from fitkit.extras.text_files import as_json, checked_path, replace_text
 from fitkit.outputs import EMPTY_MEAN
-from fitkit.seams.callbacks import Callback, CheckpointWriter, Logs, Monitor, from_rank_zero, run_of
+from fitkit.seams.callbacks import (
+    Callback,
+    CheckpointWriter,
+    Logs,
+    Monitor,
+    from_all_ranks,
+    from_rank_zero,
+    run_of,
+)
 from fitkit.seams.files import replacing
 from fitkit.seams.networks import Module
 from fitkit.seams.strategies import together
@@ -51,6 +60,8 @@ class RunFolder(Callback):
     The folder gets
 
     - `run.json`: the settings of `compile` and `fit`, the environment, how the run ended;
+    - `steps.npy`: the loss, the rate and a digest of the samples of each update, and a digest of
+      the weights of each epoch;
     - `log.csv`: the values of each epoch, and `curves.png`, if matplotlib is installed;
     - `best.safetensors`: the weights of the best epoch;
     - `last.safetensors`: those of the newest epoch as a validation sees them, and then those that
@@ -115,6 +126,7 @@ class RunFolder(Callback):
         self._best_by = ""  # the name of the value
         self._log: CSV | None = None
         self._log_state: dict[str, Any] = {}
+        self._steps = RunSteps()
 
     @property
     def path(self) -> Path:
@@ -155,7 +167,11 @@ class RunFolder(Callback):
         if self._monitored is not None:
             self._keep_best(self._monitored.read_within(self, logs))
 
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        self._steps.add(self.model, batch, logs)
+
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        self._steps.end_epoch(self.model, epoch)
         plain = {name: as_json(None if v is EMPTY_MEAN else v) for name, v in logs.items()}
         self._epochs = [one for one in self._epochs if one["epoch"] < epoch]
         self._epochs.append({"epoch": epoch, **plain})
@@ -164,6 +180,7 @@ class RunFolder(Callback):
         self._choose_monitor(logs)
         if self.model.is_global_zero:
             self._write()
+            self._steps.write(self.path)
         if self._monitored is not None:
             self._keep_best(self._monitored.read(self, logs))
         run = run_of(self.model)
@@ -189,6 +206,7 @@ class RunFolder(Callback):
             "best": self._best,
             "best_by": self._best_by,
             "log": self._log_state if self._log is None else self._log.state_dict(),
+            "steps": from_all_ranks(self.model, self._steps.state()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -197,6 +215,9 @@ class RunFolder(Callback):
         self._best = None if state["best"] is None else float(state["best"])
         self._best_by = str(state["best_by"])
         self._log_state = state["log"]
+        steps, rank = state.get("steps", []), self.model.global_rank
+        if rank < len(steps):
+            self._steps.restore(steps[rank])
 
     # ------------------------------------------------------------------ the best weights
 
@@ -260,6 +281,8 @@ class RunFolder(Callback):
         self._log.on_train_begin()
         if self._log_state:
             self._log.load_state_dict(self._log_state)
+            before = read_steps(self.path)
+            self._steps.rows = self._steps.rows if before is None else before
 
     def _claim(self) -> None:
         """Take a folder for this run.

@@ -12,7 +12,7 @@ import torch
 from fitkit import trees
 from fitkit.arguments import check_count, check_number, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.seams.data import BatchTransform, WholeBatch, as_transform, name_of
+from fitkit.extras.batch_transforms import BatchTransform, WholeBatch, as_transform, name_of
 from fitkit.typing import Tree
 
 TRIES = 10

@@ -297,6 +297,9 @@ def batch_size(
 
     Each trial trains for some steps. Then the model's weights, optimizer and random numbers are
     restored. Leave some room: other programs, longer sequences and validations need memory, too.
+    Or write `compile(out_of_memory="split")`, which computes the batches in parts that don't fit.
+    The trials compute them whole.
+
     On the CPU, pass `max_val`: a machine may come to a standstill before it reports that memory is
     short.
 
@@ -356,7 +359,12 @@ def search(fits: Any, mode: str, first: int, bound: int, trials: int) -> int:
         else:
             bad = size
         if good == 0:
-            raise ConfigurationError(f"Even batch_size={first} needs more memory than there is.")
+            raise ConfigurationError(
+                f"Even batch_size={first} needs more memory than there is. Write "
+                "compile(out_of_memory='split') to compute them in parts, or give init_val=1."
+                if first > 1
+                else "Even batch_size=1 needs more memory than there is."
+            )
         is_doubling = bad == bound + 1
         if good == bound or (mode == "power" and (not is_doubling or 2 * good > bound)):
             break
@@ -439,6 +447,7 @@ def untouched(model: Model) -> Iterator[None]:
         scale_lr=None,
         lr_scheduler=None,
         effective_batch_size=None,
+        out_of_memory="raise",  # what a batch needs shows only where it is computed whole
     )
     record.compilation = dataclasses.replace(compilation, given=given, scheduler=None).on(
         compilation.strategy

@@ -29,10 +29,11 @@ class WarmSchedule(LRScheduler):
     in_words: ClassVar[tuple[str, ...]] = ("warmup", "floor")
     warmup_part: ClassVar[float] = 0.05
     t_in_epochs = False
+    last_epoch: int
 
     def __init__(self, optimizer: Optimizer, total_updates: int, floor: float = 0.0) -> None:
         floor = check_number("lr_scheduler's floor", floor, minimum=0, below=1)
-        self.total_updates = total_updates
+        self.total_updates: int = total_updates
         self.floor = floor
         super().__init__(optimizer)
 
@@ -91,7 +92,7 @@ class WarmupPolynomial(WarmSchedule):
         power: the power, above 0. 1 is the line.
     """
 
-    in_words = ("warmup", "floor", "power")
+    in_words: ClassVar[tuple[str, ...]] = ("warmup", "floor", "power")
 
     def __init__(
         self, optimizer: Optimizer, total_updates: int, floor: float = 0.0, power: float = 2.0
@@ -107,7 +108,7 @@ class WarmupPolynomial(WarmSchedule):
 class WarmupConstant(WarmSchedule):
     """The whole rate up to the end."""
 
-    in_words = ("warmup",)
+    in_words: ClassVar[tuple[str, ...]] = ("warmup",)
 
     def height(self, passed: float) -> float:
         return 1.0
@@ -125,7 +126,7 @@ class WarmupStableDecay(WarmSchedule):
     the decay should be.
     """
 
-    in_words = ("warmup", "floor", "decay")
+    in_words: ClassVar[tuple[str, ...]] = ("warmup", "floor", "decay")
 
     def __init__(
         self, optimizer: Optimizer, total_updates: int, floor: float = 0.0, decay: float = 0.2

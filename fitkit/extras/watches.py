@@ -21,6 +21,7 @@ from fitkit.seams.callbacks import (
     from_rank_zero,
     is_multiple_in,
     print_on_rank_zero,
+    run_of,
 )
 from fitkit.seams.strategies import norm_of, whole
 
@@ -473,7 +474,8 @@ class DetectNonFinite(_Detector):
         # A batch, a place in words, and a tensor () that is True if a value there isn't finite.
         self._sightings: list[tuple[int, str, torch.Tensor]] = []
         self._epoch = 0
-        self._batch = 0
+        self._batch = self._pass = 0
+        self._sighted: int | None = None  # the batch of the finding
         self._looks = self._stops = False
         self._seen: str | None = None  # on this rank, since the last check before a resume
 
@@ -538,6 +540,8 @@ class DetectNonFinite(_Detector):
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         self._batch = batch
         self._looks = bool(self._handles)
+        if self._looks and (run := run_of(self.model)) is not None:
+            self._pass = run.progress.number
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         self._looks = False
@@ -552,14 +556,32 @@ class DetectNonFinite(_Detector):
         sightings, self._sightings = self._sightings, []
         if self.found is not None:
             return
-        findings = from_all_ranks(self.model, self._first(sightings))
-        for rank, finding in enumerate(findings):
+        findings = from_all_ranks(self.model, (self._first(sightings), self._sighted))
+        for rank, (finding, batch) in enumerate(findings):
             if finding is not None:
                 where = f" (rank {rank})" if len(findings) > 1 else ""
-                self.found = finding + where
+                self.found = finding + where + self._samples(rank, batch)
                 self._remove()
                 self._act(f"{self.found[0].upper()}{self.found[1:]}.", NonFiniteError)
                 return
+
+    def _samples(self, rank: int, batch: int | None) -> str:
+        """Return the samples of a batch of this epoch, and where they aren't finite.
+
+        Ranks:
+            Collective.
+        """
+        from fitkit.extras.bad_numbers import first_bad_of, indices_of, named_samples
+
+        run: Any = run_of(self.model)
+        if batch is None or run is None or run.arguments.steps_per_epoch is not None:
+            return ""
+        indices = indices_of(run, self._pass, batch * run.progress.shares)
+        mine = indices, None if indices is None else first_bad_of(run, indices)
+        indices, where = from_all_ranks(self.model, mine)[rank]
+        if indices is None:
+            return ""
+        return f", {named_samples(indices)}" + ("" if where is None else f"; {where}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the finding, and what every rank has seen since the last check.
@@ -588,6 +610,7 @@ class DetectNonFinite(_Detector):
         for is_lost, (batch, what, _) in zip(flags, sightings, strict=True):
             if is_lost:
                 when = f"in epoch {self._epoch + 1}, batch {batch}"
+                self._sighted = batch if self._handles else None  # before the first, no samples
                 return f"{what} is NaN or infinite first, {when}"
         return None
 

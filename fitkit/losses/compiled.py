@@ -43,7 +43,7 @@ class _OutputLoss:
 
     `number` counts the losses of an output that has several, from 1. `factor` multiplies one that
     is a part of another loss. `classes` is the number of classes where the first batch's targets
-    were class indices.
+    were class indices, and `dims` how many dimensions they had.
     """
 
     output: Hashable
@@ -52,6 +52,16 @@ class _OutputLoss:
     number: int = 0
     factor: float = 1.0
     classes: int | None = None
+    dims: int | None = None
+
+    def checks(self, target: Any) -> bool:
+        """Whether labels are of the first batch's kind: class indices may follow soft labels."""
+        hint, shape = self.loss.hint, tuple(getattr(target, "shape", ()))
+        if hint.task != "classes":
+            return True
+        if len(shape) != self.dims:
+            return False
+        return self.classes is not None or len(shape) < 2 or shape[hint.class_axis or -1] != 1
 
     def asking(self, ask: Ask | None) -> Loss:
         """Return the loss for one batch, whose inputs it may ask other nets about."""
@@ -107,6 +117,7 @@ class _Plan:
 
     outputs: Outputs
     parts: list[_OutputLoss]
+    is_checked: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -176,6 +187,7 @@ class CompiledLoss:
         self._plan: _Plan | None = None  # the one last checked
         # The loss of a net with one output, where prediction and target need no unwrapping.
         self._only: Loss | None = None
+        self._kinds: tuple[type, type] = (object, object)  # of its prediction and target
         self._needs_unwrapping = False
 
     @property
@@ -221,7 +233,9 @@ class CompiledLoss:
             is_part: whether the batch is a part of what an update sees.
             ask: calls other nets with the batch's inputs; None where no loss takes them.
         """
-        only = self._only
+        only, (kind, kind_of_target) = self._only, self._kinds
+        if type(prediction) is not kind or type(target) is not kind_of_target:
+            only = None
         if only is not None and self.class_weights is None and self._plan is not None:
             if weight is None and counts:
                 classes = self._plan.parts[0].classes
@@ -268,7 +282,7 @@ class CompiledLoss:
         ask: Ask | None = None,
     ) -> list[Term]:
         predictions = self._named(prediction)
-        plan = self._plan_of(predictions)
+        plan = self._same_plan(predictions)
         weights = plan.weights(weight)
         found = []
         for part, its_prediction, its_target in plan.pairs(predictions, target):
@@ -351,16 +365,19 @@ class CompiledLoss:
         """
         predictions = self._named(prediction)
         plan = self._plan = self._plan_of(predictions)
+        plan.is_checked = True
         needs_unwrapping = len(plan.parts) > 1 or plan.parts[0].scale != 1.0
         for part, its_prediction, its_target in plan.pairs(predictions, target):
             with _naming(part.output):
                 part.asking(ask).check(its_prediction, its_target)
                 part.classes = part.loss.count_classes(its_prediction, its_target)
+                part.dims = getattr(its_target, "ndim", None)
             if its_prediction is not prediction or its_target is not target:
                 needs_unwrapping = True
         # Once needed, always: training and validation data may differ in structure.
         self._needs_unwrapping = self._needs_unwrapping or needs_unwrapping
         self._only = None if self._needs_unwrapping else plan.parts[0].loss
+        self._kinds = type(prediction), type(target)
         if self.class_weights is not None:
             self._begin_class_weights(self.class_weights, plan.pairs(predictions, target), ask)
 
@@ -411,11 +428,12 @@ class CompiledLoss:
         if plan is None or target is None:
             return
         if self._only is not None and isinstance(target, torch.Tensor):
-            self._only.check_labels(target, plan.parts[0].classes)
+            if plan.parts[0].checks(target):
+                self._only.check_labels(target, plan.parts[0].classes)
             return
         labels = plan.targets(target)
         for part in plan.parts:
-            if labels[part.output] is not None:
+            if labels[part.output] is not None and part.checks(labels[part.output]):
                 with _naming(part.output):
                     part.loss.check_labels(labels[part.output], part.classes)
 
@@ -451,7 +469,8 @@ class CompiledLoss:
             The total, to be differentiated; and each loss before its loss weight, detached, by its
             term's name. The latter is empty with one loss.
         """
-        if self._only is not None and self.class_weights is None:
+        fits = (type(prediction), type(target)) == self._kinds
+        if fits and self._only is not None and self.class_weights is None:
             if weight is None:
                 return self._only(prediction, target), {}
             if isinstance(weight, torch.Tensor):
@@ -481,16 +500,31 @@ class CompiledLoss:
             self._plans[names] = self._planned(Outputs(predictions))
         return self._plans[names]
 
+    def _same_plan(self, predictions: dict[Any, Any]) -> _Plan:
+        """Return the plan for a batch's outputs.
+
+        Raises:
+            ConfigurationError: others have a loss than in the first batch. Then sums over batches
+                would be those of different things.
+        """
+        plan, first = self._plan_of(predictions), self._plan
+        if first is None or plan.is_checked:
+            return plan
+        if set(plan.outputs.names) == set(first.outputs.names):  # a list of targets has one order
+            return first
+        if plan.trained == first.trained:
+            return plan
+        raise ConfigurationError(
+            f"The net's outputs with a loss were {first.trained} in the first batch, and are "
+            f"{plan.trained} in a later one. Return the same outputs for each batch, or write a "
+            "training_step."
+        )
+
     def _planned(self, outputs: Outputs) -> _Plan:
         losses, names = self._losses, outputs.names
         if isinstance(losses, Loss) and losses.takes_whole and names != [SINGLE]:
             return _Plan(outputs, [_OutputLoss(None, losses, self._whole_scale())])
-        given: dict[Any, Any]
-        is_list = isinstance(losses, list) and len(losses) > 1
-        if len(names) == 1 and (isinstance(losses, Loss) or is_list):
-            given = {names[0]: losses}
-        else:
-            given = _structured(losses, outputs, "loss")
+        given = by_output(losses, outputs, "loss", spreads=True)
         scales = self._scales_for(outputs)
         parts: list[_OutputLoss] = []
         seen: dict[Any, Loss] = {}  # the function that gets an output with others around it
@@ -518,15 +552,12 @@ class CompiledLoss:
         names, scales = outputs.names, self._scales
         if scales is None:
             return {}
-        is_of_one = len(names) == 1 and isinstance(scales, list) and len(scales) > 1
-        if is_of_one or not isinstance(scales, (list, dict)):
-            if len(names) > 1:
-                raise ConfigurationError(
-                    f"loss_weights={scales} is one number, but the net has {len(names)} "
-                    f"outputs: {names}. Give a list in that order or a dict by name."
-                )
-            return {names[0]: scales}
-        return _structured(scales, outputs, "loss_weights")
+        if len(names) > 1 and not isinstance(scales, (list, dict)):
+            raise ConfigurationError(
+                f"loss_weights={scales} is one number, but the net has {len(names)} "
+                f"outputs: {names}. Give a list in that order or a dict by name."
+            )
+        return by_output(scales, outputs, "loss_weights", spreads=True)
 
 
 def _parts_of(output: Hashable, losses: Any, scales: Any) -> list[_OutputLoss]:
@@ -607,15 +638,6 @@ def _plain(tree: Any, convert: Callable[[Any], Any]) -> Any:
     if isinstance(tree, (list, tuple)):
         return [_plain(value, convert) for value in tree]
     return convert(tree)
-
-
-def _structured(value: Any, outputs: Outputs, what: str) -> dict[Any, Any]:
-    """Return a list or dict by output names, also for a net with one output."""
-    if len(outputs.names) == 1 and isinstance(value, (list, dict)) and len(value) != 1:
-        raise ConfigurationError(
-            f"{what} has {len(value)} entries, but the net has one output. Give one."
-        )
-    return by_output(value, outputs, what, spreads=True)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ Shapes: N samples, C classes, D values; `...` are positions (time, height and wi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -13,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from fitkit.errors import ConfigurationError
-from fitkit.shortcuts import Shortcut
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Match = Callable[[torch.Tensor, torch.Tensor], Pair]
@@ -135,8 +133,26 @@ def _one_type(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
 
 
 def _indexed(prediction: torch.Tensor, target: torch.Tensor) -> Pair:
-    target = target if target.dtype is torch.int64 else target.to(torch.int64)
+    if target.dtype is not torch.int64:
+        if target.is_floating_point():
+            _check_whole(target)
+        target = target.to(torch.int64)
     return full(prediction), target
+
+
+def _check_whole(target: torch.Tensor) -> None:
+    """Refuse class indices with fractions, which would be cut off. Those on a device aren't read,
+    because it would have to be waited for.
+    """
+    if not target.is_cpu or torch.compiler.is_compiling():
+        return
+    if bool((target != target.round()).any()):
+        raise ConfigurationError(
+            f"This loss takes class indices, but targets of shape {tuple(target.shape)} have "
+            "fractions. Pass whole numbers, or class probabilities in the predictions' shape "
+            "where the loss takes them.",
+            code="FK009",
+        )
 
 
 def weighted_mean(
@@ -196,30 +212,6 @@ LossFunction = Callable[..., torch.Tensor]
 
 EPSILON = 1e-7
 """`keras.config.epsilon()`: the least probability, the least divisor."""
-
-FOCAL_ALPHA = 0.25
-FOCAL_GAMMA = 2.0
-
-FEW = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 0)
-"""How many float32 the CPU computes at once. Along a last axis shorter than that, torch's softmax
-takes two to seven times as long (0.15 µs a row) as along an axis with another behind it."""
-
-
-SIDE_BY_SIDE = Shortcut("scores of few classes with the samples side by side")
-
-
-def values_by_class(
-    each: LossFunction, prediction: torch.Tensor, target: torch.Tensor
-) -> torch.Tensor:
-    """Return a class loss's values. Scores of few classes on the CPU are computed with the samples
-    side by side: 3 % of a small net's evaluation in batches of 32, 4 % in batches of 128.
-    """
-    shape = prediction.shape
-    is_narrow = len(shape) == 2 and shape[1] < FEW and target.ndim == 1
-    if not (is_narrow and SIDE_BY_SIDE.is_on) or prediction.device.type != "cpu":
-        return each(prediction, target)
-    # N samples' scores as those of one sample at N positions.
-    return each(prediction.t().contiguous().unsqueeze(0), target.unsqueeze(0))[0]
 
 
 class SumPerSample:
@@ -284,124 +276,3 @@ def torch_binary_cross_entropy(
             full, target = prediction.float(), target.float()
             return F.binary_cross_entropy(full, target, reduction=reduction)
     return F.binary_cross_entropy(prediction, target, reduction=reduction)
-
-
-def _last_axis_mean(values: torch.Tensor) -> torch.Tensor:  # (N, ..., D) → (N, ...)
-    return values if values.ndim == 1 else values.mean(-1)
-
-
-def _clipped(probabilities: torch.Tensor) -> torch.Tensor:
-    return probabilities.clamp(EPSILON, 1.0 - EPSILON)
-
-
-def _shares(prediction: torch.Tensor) -> torch.Tensor:
-    return _clipped(prediction / prediction.sum(-1, keepdim=True))
-
-
-def sparse_categorical_crossentropy(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """-log of the true class's share of the row.
-
-    Shapes: probabilities (N, ..., C), int64 labels (N, ...) → (N, ...).
-    """
-    true_class = prediction.gather(-1, target.unsqueeze(-1)).squeeze(-1)  # (N, ...)
-    return -_clipped(true_class / prediction.sum(-1)).log()
-
-
-def categorical_crossentropy(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """-Σ t·log p over rows scaled to sum to 1. Shapes: both (N, ..., C) → (N, ...)."""
-    shares = _shares(prediction)
-    return -(target * shares.log()).sum(-1)
-
-
-def categorical_focal_crossentropy(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """-Σ 0.25·(1-p)²·t·log p over rows scaled to sum to 1. Shapes: both (N, ..., C) → (N, ...).
-
-    Reference: Lin et al., "Focal Loss for Dense Object Detection", 2017, arXiv:1708.02002.
-    """
-    shares = _shares(prediction)
-    factor = FOCAL_ALPHA * (1.0 - shares).pow(FOCAL_GAMMA)
-    return -(factor * target * shares.log()).sum(-1)
-
-
-def _binary_crossentropy_elements(
-    probabilities: torch.Tensor, target: torch.Tensor
-) -> torch.Tensor:
-    # Logarithms rather than F.binary_cross_entropy, which CUDA's autocast refuses.
-    clipped = _clipped(probabilities)
-    return -(target * clipped.log() + (1.0 - target) * torch.log1p(-clipped))
-
-
-def binary_crossentropy(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Mean of -t·log p - (1-t)·log(1-p). Shapes: both (N, ..., D) → (N, ...)."""
-    return _last_axis_mean(_binary_crossentropy_elements(prediction, target))
-
-
-def binary_focal_crossentropy(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Binary cross-entropy times (1 - probability of the truth)^2. Shapes: (N, ..., D) → (N, ...).
-
-    Reference: Lin et al., "Focal Loss for Dense Object Detection", 2017, arXiv:1708.02002.
-    """
-    truth = target * prediction + (1.0 - target) * (1.0 - prediction)
-    factor = (1.0 - truth).pow(FOCAL_GAMMA)
-    return _last_axis_mean(factor * _binary_crossentropy_elements(prediction, target))
-
-
-def mean_absolute_percentage_error(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """100·mean(|t - p| / max(|t|, ε)). Shapes: both (N, ..., D) → (N, ...)."""
-    share = (target - prediction).abs() / target.abs().clamp_min(EPSILON)
-    return 100.0 * _last_axis_mean(share)
-
-
-def mean_squared_logarithmic_error(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """mean((log(1 + p) - log(1 + t))²), both at least ε. Shapes: (N, ..., D) → (N, ...)."""
-    difference = (prediction.clamp_min(EPSILON) + 1.0).log() - (
-        target.clamp_min(EPSILON) + 1.0
-    ).log()
-    return _last_axis_mean(difference.square())
-
-
-def log_cosh(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """mean(log cosh(p - t)), in a form that doesn't overflow. Shapes: (N, ..., D) → (N, ...)."""
-    error = prediction - target
-    return _last_axis_mean(error + F.softplus(-2.0 * error) - math.log(2.0))
-
-
-def cosine_similarity(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Minus the cosine between the two; 0 for a zero vector. Shapes: (N, ..., D) → (N, ...)."""
-    ours = F.normalize(prediction, dim=-1, eps=EPSILON)
-    theirs = F.normalize(target, dim=-1, eps=EPSILON)
-    return -(ours * theirs).sum(-1)
-
-
-def kl_divergence(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Σ t·log(t / p), both clipped to [ε, 1]. Shapes: both (N, ..., C) → (N, ...)."""
-    truth = target.clamp(EPSILON, 1.0)
-    return (truth * (truth / prediction.clamp(EPSILON, 1.0)).log()).sum(-1)
-
-
-def poisson(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """mean(p - t·log(p + ε)). Shapes: both (N, ..., D) → (N, ...)."""
-    return _last_axis_mean(prediction - target * (prediction + EPSILON).log())
-
-
-def _signs(target: torch.Tensor) -> torch.Tensor:
-    is_binary = ((target == 0) | (target == 1)).all()
-    # Others stay. `where` on a tensor: an `if` would make the host wait at each step.
-    return torch.where(is_binary, 2.0 * target - 1.0, target)
-
-
-def hinge(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """mean(max(1 - t·p, 0)) for ±1 or 0/1 labels. Shapes: both (N, ..., D) → (N, ...)."""
-    return _last_axis_mean((1.0 - _signs(target) * prediction).clamp_min(0.0))
-
-
-def squared_hinge(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """mean(max(1 - t·p, 0)²) for ±1 or 0/1 labels. Shapes: both (N, ..., D) → (N, ...)."""
-    return _last_axis_mean((1.0 - _signs(target) * prediction).clamp_min(0.0).square())
-
-
-def categorical_hinge(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """max(best wrong score - true score + 1, 0), one-hot labels. Shapes: (N, ..., C) → (N, ...)."""
-    true_score = (target * prediction).sum(-1)
-    best_wrong = ((1.0 - target) * prediction).amax(-1)
-    return (best_wrong - true_score + 1.0).clamp_min(0.0)

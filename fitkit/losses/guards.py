@@ -7,12 +7,10 @@ device assert (labels out of range on CUDA), which would end the process.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fitkit.arguments import describe
 from fitkit.errors import (
@@ -27,6 +25,7 @@ from fitkit.losses import formulas
 from fitkit.losses.looks import undone
 from fitkit.losses.names import Definition
 from fitkit.outputs import last_operation, named_outputs
+from fitkit.random_states import random_state, set_random_state
 from fitkit.trees import leaves_with_paths
 
 PROBABILITY_TOLERANCE = 1e-3
@@ -444,29 +443,39 @@ def check_learns(label: str, loss: torch.Tensor) -> None:
         )
 
 
-Origin = frozenset[str]
-PREDICTION: Origin = frozenset({"prediction"})
-TARGET: Origin = frozenset({"target"})
+FEW = 16
+"""So many rows are compared, in all pairs of them."""
 
 
 def check_broadcast(label: str, function: Callable[..., Any], prediction: Any, target: Any) -> None:
     """Refuse a loss that pairs every prediction with every target.
 
-    Only a pair of shapes (N, 1) and (N,) is suspicious. Then `function` is evaluated once more, on
-    copies, and undone; what it raises is left to the evaluation that counts.
+    Only a pair of shapes (N, 1) and (N,) is suspicious. Then the value of some rows is compared
+    with that of the same rows in one shape, and with that of all pairs of them. What these calls
+    change is undone; what they raise is left to the evaluation that counts.
     """
     if not _is_suspicious(prediction, target):
         return
-    copies = prediction.detach().clone(), target.detach().clone()
-    watch = _PairingWatch(*copies)
-    with undone(function), warnings.catch_warnings():
+    order = target.detach().flatten().argsort()
+    few = order[torch.linspace(0, len(order) - 1, min(FEW, len(order))).long()]
+    some = _varied(prediction.detach()[few.to(prediction.device)], target.detach()[few])
+    rows = [one.reshape(-1, 1) for one in some]
+    pairs = [rows[0].repeat(len(few), 1), rows[1].repeat_interleave(len(few), 0)]
+    drawn = random_state()
+
+    def value(given: Sequence[torch.Tensor]) -> torch.Tensor:
+        set_random_state(drawn)
+        return torch.as_tensor(function(*(one.clone() for one in given))).double().mean()
+
+    with undone(function), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            with torch.no_grad(), watch:
-                function(*copies)
+            found, of_rows, of_pairs = map(value, (some, rows, pairs))
         except Exception:  # whatever a user's function may raise: the real call shows it
             return
-    if watch.found:
+    # A sum over the samples that is divided by their number is so many times as large.
+    is_of_pairs = any(_are_close(found, of_pairs * times) for times in (1, len(few)))
+    if is_of_pairs and not _are_close(found, of_rows):
         count = prediction.shape[0]
         raise ConfigurationError(
             f"{label} broadcasts a prediction of shape {tuple(prediction.shape)} and a target of "
@@ -475,57 +484,28 @@ def check_broadcast(label: str, function: Callable[..., Any], prediction: Any, t
         )
 
 
+def _are_close(value: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(torch.isclose(value, other, rtol=1e-4, atol=1e-6))
+
+
+def _varied(prediction: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a pair in the range of the given one whose values show what meets what.
+
+    Each goes from the least to the greatest value of both. Values that are equal, or predictions
+    that are all above the targets, would hide it. Targets that are whole numbers stay.
+    """
+    both = torch.cat([prediction.flatten(), target.flatten().to(prediction)])
+    low, high = both.min(), both.max()
+    high = torch.where(high > low, high, torch.where(low > 0.5, low - 0.5, low + 0.5))
+    steps = torch.linspace(0, 1, len(target), dtype=low.dtype, device=low.device)
+    spread = low + (high - low) * steps
+    if target.is_floating_point():
+        target = spread.to(target).reshape(target.shape)
+    return spread.reshape(prediction.shape), target
+
+
 def _is_suspicious(prediction: Any, target: Any) -> bool:
     if not isinstance(prediction, torch.Tensor) or not isinstance(target, torch.Tensor):
         return False
     column, row = sorted((prediction.shape, target.shape), key=len, reverse=True)
     return len(row) == 1 and row[0] > 1 and column == (*row, 1)
-
-
-class _PairingWatch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """Watches for an operation that makes (N, N) of (N, 1) from one side and (N,) from the other.
-
-    Each tensor's origin (prediction, target, both) is followed through the operations: a loss may
-    well compare the targets with one another, `target[:, None] == target`.
-    """
-
-    def __init__(self, prediction: torch.Tensor, target: torch.Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
-        self.found = False
-        self._row = (prediction.shape[0],)
-        # Tensors are kept beside their origins, because Python uses a freed object's id again.
-        self._origins: dict[int, tuple[torch.Tensor, Origin]] = {
-            id(prediction): (prediction, PREDICTION),
-            id(target): (target, TARGET),
-        }
-        self._columns_spread: set[Origin] = set()
-        self._rows_spread: set[Origin] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        origin: Origin = frozenset().union(*(self._origin(tensor) for tensor in inputs))
-        for output in tree_leaves(result):
-            if isinstance(output, torch.Tensor):
-                self._origins[id(output)] = (output, origin)
-                if output.shape == self._row * 2:
-                    self._note(inputs)
-        return result
-
-    def _origin(self, tensor: torch.Tensor) -> Origin:
-        return self._origins.get(id(tensor), (tensor, frozenset()))[1]
-
-    def _note(self, inputs: list[torch.Tensor]) -> None:
-        """Remember what was spread to (N, N): by one operation, or each side by its own expand."""
-        one_operation = len(inputs) > 1
-        columns: set[Origin] = set() if one_operation else self._columns_spread
-        rows: set[Origin] = set() if one_operation else self._rows_spread
-        for tensor in inputs:
-            if tensor.shape == (*self._row, 1):
-                columns.add(self._origin(tensor))
-            elif tensor.shape == self._row:
-                rows.add(self._origin(tensor))
-        if (PREDICTION in columns and TARGET in rows) or (TARGET in columns and PREDICTION in rows):
-            self.found = True

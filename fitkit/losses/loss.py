@@ -6,7 +6,7 @@ import abc
 import math
 import numbers
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,17 +18,16 @@ from fitkit.errors import ArgumentTypeError, ConfigurationError, FitkitError, wa
 from fitkit.losses import guards
 from fitkit.losses.formulas import (
     HALF_TYPES,
-    classes,
     full,
     mean_over,
-    values_by_class,
     weighted_mean,
 )
-from fitkit.losses.labels import Labels, known_labels, labels_by_values
 from fitkit.losses.names import LOSSES, TORCH_FUNCTIONS, Definition, known_module, unreduced
-from fitkit.losses.sums import check_no_sum, check_reduction
 from fitkit.outputs import IGNORED, SINGLE, LossHint, named_outputs, scale_of
 from fitkit.trees import cloned, leaves
+
+if TYPE_CHECKING:
+    from fitkit.extras.class_labels import Labels
 
 Count = float | torch.Tensor | None
 """What a mean was taken over: a number, a tensor () on the device, or None for the samples."""
@@ -136,6 +135,8 @@ class Loss(abc.ABC):
         Raises:
             ConfigurationError: a sample has no class, or several.
         """
+        from fitkit.extras.class_labels import labels_by_values
+
         return labels_by_values(prediction, target)
 
     def check_labels(self, target: Any, classes: int | None) -> None:
@@ -215,7 +216,7 @@ class KnownLoss(Loss):
         self._match, self._mean, self._each = definition.match, definition.mean, definition.each
         self._counted = definition.counted
         # torch's mean under weights of classes has such where all of them are 0.
-        self.may_be_nan = self._counted is not None and self._counted.has_weights
+        self.may_be_nan: bool = self._counted is not None and self._counted.has_weights
         self._module = module
         self._has_warned = False
 
@@ -249,10 +250,7 @@ class KnownLoss(Loss):
     def of_each(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Each sample's loss (N,), whose mean is the loss where `joins`."""
         prediction, target = self._match(prediction, target)
-        if self._match is classes:
-            values = values_by_class(self._each, prediction, target)
-        else:
-            values = self._each(prediction, target)
+        values = self._each(prediction, target)
         return values if values.ndim == 1 else values.flatten(1).mean(1)
 
     def may_count(self, targets: list[Any] | None) -> bool:
@@ -262,7 +260,7 @@ class KnownLoss(Loss):
         return not known or not all(self._counted.counts_all(target) for target in targets or ())
 
     def count(self, prediction: Any, target: Any, classes: int | None = None) -> Count:
-        if self._counted is None or classes is None:
+        if self._counted is None or not _are_indices(prediction, target, classes):
             return None
         return self._counted(torch.as_tensor(target))
 
@@ -270,7 +268,8 @@ class KnownLoss(Loss):
         self, prediction: Any, target: Any, weight: Any, classes: int | None, *, is_part: bool
     ) -> tuple[torch.Tensor, Count]:
         counted = self._counted
-        if not is_part or counted is None or not counted.has_weights or classes is None:
+        is_plain = not is_part or counted is None or not counted.has_weights
+        if is_plain or counted is None or not _are_indices(prediction, target, classes):
             return super().counted(prediction, target, weight, classes, is_part=is_part)
         count, values = counted(target), self.per_sample(prediction, target)
         if weight is None:
@@ -301,6 +300,8 @@ class KnownLoss(Loss):
         return guards.count_classes(self._definition, prediction, target)
 
     def labels(self, prediction: Any, target: Any) -> Labels:
+        from fitkit.extras.class_labels import known_labels
+
         return known_labels(self._definition, prediction, target)
 
     def check_labels(self, target: Any, classes: int | None) -> None:
@@ -338,6 +339,7 @@ class CustomLoss(Loss):
         self._was_asked = False  # whether it sums
         self._gives_one = False  # a number for a batch, the last time
         self._per_label: float | None = None  # the values that it gave for each label
+        self._dims = 0  # how many more a prediction had than its target, when that was checked
         if isinstance(function, nn.Module) and isinstance(
             getattr(function, "reduction", None), str
         ):
@@ -353,6 +355,8 @@ class CustomLoss(Loss):
     def counted(
         self, prediction: Any, target: Any, weight: Any, classes: int | None, *, is_part: bool
     ) -> tuple[torch.Tensor, Count]:
+        if _dims_beside(prediction, target) != self._dims and not torch.compiler.is_compiling():
+            self._check_pairs(prediction, target)
         given, target = target, cloned(target)  # the function may write into it
         if weight is not None:
             values = self._values(prediction, target)
@@ -371,6 +375,8 @@ class CustomLoss(Loss):
             return mean_over(full(result).sum(), count), count
         if is_part and not self._was_asked:
             self._was_asked = True
+            from fitkit.extras.summing_losses import check_no_sum
+
             check_no_sum(self.label, self._function, prediction, given)
         return result, None
 
@@ -406,10 +412,15 @@ class CustomLoss(Loss):
         return result
 
     def check(self, prediction: Any, target: Any) -> None:
-        guards.check_broadcast(self.label, self._function, prediction, target)
+        self._check_pairs(prediction, target)
         # Kept for evaluations, in which there is no graph to read it from.
         single = named_outputs(prediction).get(SINGLE)
         self.hint = LossHint(scale_of(single) or self.hint.takes)
+
+    def _check_pairs(self, prediction: Any, target: Any) -> None:
+        """Refuse to compare all with all, in the first batch of each number of dimensions."""
+        guards.check_broadcast(self.label, self._function, prediction, target)
+        self._dims = _dims_beside(prediction, target)
 
     def check_labels(self, target: Any, classes: int | None) -> None:
         """Warn, once, of labels that may not count in a mean over nobody knows what."""
@@ -463,6 +474,23 @@ class CustomLoss(Loss):
             )
 
 
+def _are_indices(prediction: Any, target: Any, classes: int | None) -> bool:
+    """Whether targets are class indices. Batches of these and of soft labels may take turns.
+
+    Args:
+        prediction: None for a batch whose forward hasn't run. Then it is as in the first batch.
+        classes: what `count_classes` gave for the first batch.
+    """
+    return classes is not None if prediction is None else target.shape != prediction.shape
+
+
+def _dims_beside(prediction: Any, target: Any) -> int:
+    """Return how many more dimensions a prediction has than its target; 0 without tensors."""
+    if isinstance(prediction, torch.Tensor) and isinstance(target, torch.Tensor):
+        return prediction.ndim - target.ndim
+    return 0
+
+
 def resolve(loss: Any) -> Loss:
     """Return the loss that `loss` stands for.
 
@@ -486,7 +514,7 @@ def resolve(loss: Any) -> Loss:
         raise ArgumentTypeError(
             f"loss={loss.__name__} is a class. Give an instance: loss={loss.__name__}()."
         )
-    check_reduction(loss)
+    _check_reduction(loss)
     if isinstance(loss, nn.Module):
         known = known_module(loss)
         if known is not None:
@@ -501,6 +529,21 @@ def resolve(loss: Any) -> Loss:
     if function is not None:
         return KnownLoss(function, loss.__name__, f"loss={loss.__name__}")
     return CustomLoss(loss)
+
+
+def _check_reduction(loss: Any) -> None:
+    """Refuse a loss that says by its attribute `reduction` that it sums.
+
+    Raises:
+        ConfigurationError: with what to write instead.
+    """
+    if getattr(loss, "reduction", None) == "sum":
+        raise ConfigurationError(
+            f"loss={describe(loss)} has reduction='sum', but fitkit's losses are means over "
+            "samples: a sum depends on the batch size and on the number of devices. Write "
+            "reduction='mean', or a callable such as "
+            "lambda prediction, target: module(prediction, target) / len(target)."
+        )
 
 
 def _beside(prediction: torch.Tensor, target: Any) -> torch.Tensor:

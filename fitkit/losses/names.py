@@ -63,11 +63,9 @@ class Definition:
 
 UNKNOWN = LossHint()
 REGRESSION = LossHint(task="regression")
-# Torch's axis of classes is 1, Keras's the last.
+# Torch's axis of classes is 1.
 TORCH_LOGITS = LossHint("logits", "classes", class_axis=1)
 TORCH_LOG_PROBABILITIES = LossHint("log_probabilities", "classes", class_axis=1)
-KERAS_LOGITS = LossHint("logits", "classes", class_axis=-1)
-KERAS_PROBABILITIES = LossHint("probabilities", "classes", class_axis=-1)
 BINARY_LOGITS = LossHint("logits", "binary")
 BINARY_PROBABILITIES = LossHint("probabilities", "binary")
 
@@ -164,19 +162,6 @@ def _torch(
     return definition
 
 
-def _keras(
-    name: str,
-    *aliases: str,
-    function: LossFunction,
-    match: Match = formulas.elements,
-    hint: LossHint = REGRESSION,
-    **options: Any,
-) -> Definition:
-    definition = Definition(function, match, hint, clips=True, **options)
-    LOSSES.add(name, definition, *aliases)
-    return definition
-
-
 _BCE = _torch(
     "bce", "bce_loss", "binary_cross_entropy_loss",
     function=formulas.torch_binary_cross_entropy,
@@ -237,54 +222,23 @@ LOSSES.add(
     ),
 )
 
-_keras(
-    "sparse_categorical_crossentropy",
-    function=formulas.sparse_categorical_crossentropy, match=formulas.last_axis_indices,
-    hint=KERAS_PROBABILITIES, twin="cross_entropy", rows_sum_to_one=True,
-)  # fmt: skip
-_keras(
-    "categorical_crossentropy",
-    function=formulas.categorical_crossentropy, match=formulas.vectors,
-    hint=KERAS_PROBABILITIES, twin="cross_entropy", rows_sum_to_one=True, shares=True,
-)  # fmt: skip
-_keras(
-    "categorical_focal_crossentropy",
-    function=formulas.categorical_focal_crossentropy, match=formulas.vectors,
-    hint=KERAS_PROBABILITIES, rows_sum_to_one=True, shares=True,
-)  # fmt: skip
-_keras(
-    "binary_crossentropy",
-    function=formulas.binary_crossentropy, hint=BINARY_PROBABILITIES, twin="bce_with_logits",
-)  # fmt: skip
-_keras(
-    "binary_focal_crossentropy",
-    function=formulas.binary_focal_crossentropy, hint=BINARY_PROBABILITIES,
-)  # fmt: skip
-_keras(
-    "mean_absolute_percentage_error", "mape",
-    function=formulas.mean_absolute_percentage_error,
-)  # fmt: skip
-_keras(
-    "mean_squared_logarithmic_error", "msle",
-    function=formulas.mean_squared_logarithmic_error,
-)  # fmt: skip
-_keras("log_cosh", function=formulas.log_cosh)
-_keras("cosine_similarity", function=formulas.cosine_similarity, match=formulas.vectors)
-_keras(
-    "kl_divergence", "kld", "kullback_leibler_divergence",
-    function=formulas.kl_divergence, match=formulas.vectors, hint=KERAS_PROBABILITIES,
-)  # fmt: skip
-_keras("poisson", function=formulas.poisson)
-# A batch's labels say together whether they are 0 and 1 or -1 and 1.
-_keras("hinge", function=formulas.hinge, hint=UNKNOWN, joins=False, signs=True, zeros=True)
-_keras(
-    "squared_hinge",
-    function=formulas.squared_hinge, hint=UNKNOWN, joins=False, signs=True, zeros=True,
-)  # fmt: skip
-_keras(
-    "categorical_hinge",
-    function=formulas.categorical_hinge, match=formulas.vectors, hint=KERAS_LOGITS, shares=True,
-)  # fmt: skip
+for _name, *_aliases in (
+    ("sparse_categorical_crossentropy",),
+    ("categorical_crossentropy",),
+    ("categorical_focal_crossentropy",),
+    ("binary_crossentropy",),
+    ("binary_focal_crossentropy",),
+    ("mean_absolute_percentage_error", "mape"),
+    ("mean_squared_logarithmic_error", "msle"),
+    ("log_cosh",),
+    ("cosine_similarity",),
+    ("kl_divergence", "kld", "kullback_leibler_divergence"),
+    ("poisson",),
+    ("hinge",),
+    ("squared_hinge",),
+    ("categorical_hinge",),
+):
+    LOSSES.promise(f"fitkit.extras.keras_losses:{_name.upper()}", _name, *_aliases)
 
 
 KNOWN: dict[type[nn.Module], str] = {

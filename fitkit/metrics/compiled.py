@@ -71,6 +71,16 @@ class CompiledMetrics:
         return bool(self._given)
 
     @property
+    def groups(self) -> Mapping[Hashable, OutputGroup] | None:
+        """The metrics of each output that has some; None before `start`."""
+        return self._groups
+
+    def add_group(self, output: Hashable, group: OutputGroup) -> None:
+        """Add those of a net's only output, which has none yet. Call it after `start`."""
+        self._groups = {output: group}
+        self.only = group
+
+    @property
     def known_names(self) -> list[str]:
         """The names that a net with a single output logs, as far as they are known now."""
         given = [spec for specs in self._given for spec in specs.for_unnamed_output()]
@@ -157,6 +167,11 @@ class CompiledMetrics:
             raise RuntimeError("CompiledMetrics.update() came before CompiledMetrics.start()")
         predictions = named_outputs(prediction)
         outputs, trained = self._outputs, self._trained
+        if missing := [name for name in self._groups if name not in predictions]:
+            raise ConfigurationError(
+                f"The net's first batch had the outputs {outputs.names}, and a later one lacks "
+                f"{missing}. Metrics need the same outputs in each batch."
+            )
         targets = targets_by_output(target, outputs, trained, self._groups)
         weights = weights_by_output(weight, outputs, trained, self._weighted)
         for name, group in self._groups.items():

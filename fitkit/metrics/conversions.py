@@ -61,6 +61,15 @@ class FirstBatch:
         self.given: tuple[object, object] = (prediction, target)
         self.hint = hint
         self._tasks: dict[str, Task] = {}
+        self._has_guessed = False  # that predictions are probabilities
+
+    @property
+    def later(self) -> LaterBatches | None:
+        """What the metrics built so far need of later batches; None where that is nothing."""
+        tasks = list(self._tasks.values())
+        if not tasks and not self._has_guessed:
+            return None
+        return LaterBatches(tasks, self.hint, is_guess=self._has_guessed)
 
     @property
     def prediction(self) -> Tensor:
@@ -160,7 +169,8 @@ class FirstBatch:
         if self.hint.takes is not None:
             return self.hint.takes
         may_be = not prediction.is_floating_point() or _is_between_0_and(1, prediction)
-        if may_be and scale_of(prediction) != "logits":
+        if may_be and (known := scale_of(prediction)) != "logits":
+            self._has_guessed |= known is None and prediction.is_floating_point()
             return "probabilities"
         return "values" if self.hint.task == "regression" and kind != "multiclass" else "logits"
 
@@ -174,6 +184,102 @@ class FirstBatch:
                 "Pass a torchmetrics object in place of the name, as "
                 "torchmetrics.classification.MulticlassAccuracy(num_classes=…), or a callable."
             )
+
+
+BEYOND = 0.5
+"""So far from [0, 1] may values lie that were taken for probabilities: a net that was trained on an
+error of its own gives such around 0 and 1."""
+
+
+class LaterBatches:
+    """Refuses a batch that can't be read as the first one was.
+
+    On the CPU that is said at once. On a device only at `finish`: reading numbers would wait.
+
+    Args:
+        tasks: how the targets are read.
+        hint: what the loss says about predictions and targets.
+        is_guess: whether predictions were taken for probabilities, by the first batch alone.
+
+    Attributes:
+        kept: the bounds of labels that are still on a device, each with its task.
+    """
+
+    def __init__(self, tasks: list[Task], hint: LossHint, *, is_guess: bool) -> None:
+        self._tasks = [task for task in tasks if not task.one_hot]
+        self._is_shifted, self._is_guess = hint.is_shifted, is_guess
+        self._highest = min(map(_highest, self._tasks), default=-1)  # a label of all of them
+        self.kept: list[tuple[Task, Tensor]] = []
+
+    def check(self, prediction: Tensor, target: Tensor) -> None:
+        """Look at a batch.
+
+        Raises:
+            ConfigurationError: its labels aren't classes, or predictions no probabilities.
+        """
+        if 0 in target.shape:
+            return
+        if self._is_guess and prediction.is_cpu and prediction.is_floating_point():
+            self._check_scale(prediction)
+        if self._is_shifted:
+            target = target[:, 1:]
+        if target.is_cpu and target.dtype is torch.int64 and target.ndim == 1:
+            low, high = torch.aminmax(target)  # most batches need no more
+            if low >= 0 and high <= self._highest:
+                return
+        for task in self._tasks:
+            labelled = task.kind == "multiclass"
+            if labelled and target.shape == prediction.shape:
+                continue  # soft labels
+            bounds = _bounds_of(target, labelled=labelled)
+            if target.is_cpu:
+                _check_bounds(task, bounds)
+            else:
+                self.kept.append((task, bounds))
+
+    def finish(self) -> None:
+        """Say what is wrong with batches on a device."""
+        kept, self.kept = self.kept, []
+        for task, bounds in kept:
+            _check_bounds(task, bounds)
+
+    def _check_scale(self, prediction: Tensor) -> None:
+        low, high = (number.item() for number in torch.aminmax(prediction))
+        if low < -BEYOND or high > 1 + BEYOND:
+            raise ConfigurationError(
+                "the first batch's predictions lay from 0 to 1, and were taken for probabilities, "
+                f"but others reach from {low:.4g} to {high:.4g}. Name the loss, which says what "
+                "predictions are, or pass a torchmetrics object in place of the name."
+            )
+
+
+def _bounds_of(target: Tensor, *, labelled: bool) -> Tensor:
+    """Return the least and the greatest label that counts, and the largest fraction: (3,)."""
+    values = target.where(target != IGNORED, 0) if labelled else target
+    fractions = labelled and values.is_floating_point()
+    fraction = (values - values.round()).abs().max() if fractions else values.new_zeros(())
+    return torch.stack([*torch.aminmax(values), fraction])
+
+
+def _check_bounds(task: Task, bounds: Tensor) -> None:
+    low, high, fraction = bounds.tolist()
+    if low < 0 or high > _highest(task) or fraction:
+        raise _no_labels(task, low, high)
+
+
+def _highest(task: Task) -> int:
+    return task.columns - 1 if task.kind == "multiclass" else 1
+
+
+def _no_labels(task: Task, low: float, high: float) -> ConfigurationError:
+    """Return the error for targets that aren't a task's labels."""
+    whole = "whole numbers " if task.kind == "multiclass" else ""
+    return ConfigurationError(
+        f"the target has values from {low:g} to {high:g}, but for a {task.kind} task with a "
+        f"prediction of {task.columns} column{'s' * (task.columns > 1)} they must be {whole}from "
+        f"0 to {_highest(task)}.",
+        code="FK009",
+    )
 
 
 def shifted(prediction: Any, target: Any) -> tuple[Any, Any]:
@@ -227,15 +333,9 @@ def _check_targets(task: Task, target: Tensor) -> None:
         return
     labelled = task.kind == "multiclass"
     values = target[target != IGNORED] if labelled else target
-    highest = task.columns - 1 if labelled else 1
     fractions = labelled and values.is_floating_point() and bool((values != values.round()).any())
-    if fractions or not _is_between_0_and(highest, values):
-        raise ConfigurationError(
-            f"the target has values from {values.min().item():g} to {values.max().item():g}, but "
-            f"for a {task.kind} task with a prediction of {task.columns} "
-            f"column{'s' * (task.columns > 1)} they must be "
-            f"{'whole numbers ' if labelled else ''}from 0 to {highest}."
-        )
+    if fractions or not _is_between_0_and(_highest(task), values):
+        raise _no_labels(task, values.min().item(), values.max().item())
 
 
 def _is_between_0_and(highest: float, values: Tensor) -> bool:
@@ -302,30 +402,12 @@ def matched_if_alike(prediction: Tensor, target: Tensor) -> Pair:
 
 
 @functools.cache
-def columns(dtype: torch.dtype) -> Conversion:
-    """Give both as (N,) or (N, D), in the precision in which sums over an epoch are kept."""
-
-    def in_columns(values: Tensor) -> Tensor:
-        values = values.to(dtype)
-        if values.ndim > 1:
-            values = values.flatten(1)  # (N, D)
-            values = values.squeeze(1) if values.shape[1] == 1 else values
-        return values
-
-    def convert(prediction: Tensor, target: Tensor) -> Pair:
-        prediction, target = matched(prediction, target)
-        return in_columns(prediction), in_columns(target)
-
-    return convert
-
-
-@functools.cache
 def scores_and_labels(task: Task) -> Conversion:
     """Give predictions of whatever scale with classes in dimension 1, (N, C, ...), and labels
     (N, ...)."""
 
     def convert(prediction: Tensor, target: Tensor) -> Pair:
-        labels = _class_labels(task, prediction, target)
+        labels = class_labels(task, prediction, target)
         return classes_to_axis_1(task, prediction, target), labels
 
     return convert
@@ -339,57 +421,11 @@ def chosen_labels(task: Task) -> Conversion:
     def convert(prediction: Tensor, target: Tensor) -> Pair:
         if task.kind == "multiclass":
             chosen = prediction.argmax(_axis_in(task, prediction, target))
-            return chosen, _class_labels(task, prediction, target)
+            return chosen, class_labels(task, prediction, target)
         chosen = prediction > threshold if prediction.is_floating_point() else prediction
-        return chosen.int(), _entry_labels(prediction, target)
+        return chosen.int(), entry_labels(prediction, target)
 
     return convert
-
-
-@functools.cache
-def probabilities_and_labels(task: Task) -> Conversion:
-    """Give probabilities with classes in dimension 1, never logits, and labels.
-
-    They lie within [0, 1] always: torchmetrics takes a batch that doesn't for logits.
-    """
-
-    def convert(prediction: Tensor, target: Tensor) -> Pair:
-        if task.kind == "multiclass":
-            labels = _class_labels(task, prediction, target)
-            scores = _probabilities(classes_to_axis_1(task, prediction, target), task.scale, axis=1)
-            return scores, labels
-        labels = _entry_labels(prediction, target)
-        if not prediction.is_floating_point():
-            return prediction, labels
-        return _probabilities(prediction, task.scale), labels
-
-    return convert
-
-
-@functools.cache
-def distributions(scale: str) -> Conversion:
-    """Give probabilities over the last dimension, beside targets that are some too."""
-
-    def convert(prediction: Tensor, target: Tensor) -> Pair:
-        prediction, target = matched(prediction, target)
-        return _probabilities(prediction, scale, axis=-1), target
-
-    return convert
-
-
-def _probabilities(prediction: Tensor, scale: str, axis: int | None = None) -> Tensor:
-    """Predictions as probabilities: over an axis that sums to one, or entry by entry."""
-    prediction = at_least_float32(prediction)
-    if scale == "logits":
-        return prediction.sigmoid() if axis is None else prediction.softmax(axis)
-    if scale == "log_probabilities":
-        return prediction.exp().clamp(max=1)
-    if scale == "as_given":
-        return prediction
-    if scale == "values":
-        # Keeps the order, which is all that curves need, and the threshold of 0.5.
-        return (prediction - 0.5).sigmoid()
-    return prediction.clamp(0, 1)
 
 
 def _axis_in(task: Task, prediction: Tensor, target: Tensor) -> int:
@@ -409,9 +445,18 @@ def classes_to_axis_1(task: Task, prediction: Tensor, target: Tensor) -> Tensor:
     return prediction if axis == 1 else prediction.movedim(axis, 1)
 
 
-def _class_labels(task: Task, prediction: Tensor, target: Tensor) -> Tensor:
-    """Labels of the prediction's shape without its dimension of classes."""
+def is_one_hot(task: Task, prediction: Tensor, target: Tensor) -> bool:
+    """Whether a batch's targets have the dimension of classes. Batches with and without may take
+    turns, as where some batches are mixed.
+    """
     if task.one_hot:
+        return target.numel() == prediction.numel()
+    return target.shape == prediction.shape
+
+
+def class_labels(task: Task, prediction: Tensor, target: Tensor) -> Tensor:
+    """Labels of the prediction's shape without its dimension of classes."""
+    if is_one_hot(task, prediction, target):
         return target.reshape(prediction.shape).argmax(task.axis)
     axis = _axis_in(task, prediction, target)
     shape = prediction.shape[:axis] + prediction.shape[axis + 1 :]
@@ -422,7 +467,7 @@ def _class_labels(task: Task, prediction: Tensor, target: Tensor) -> Tensor:
     return target.long()
 
 
-def _entry_labels(prediction: Tensor, target: Tensor) -> Tensor:
+def entry_labels(prediction: Tensor, target: Tensor) -> Tensor:
     """0 and 1 for each entry of the prediction; soft targets are rounded."""
     if target.shape != prediction.shape:
         if not same_entries(prediction, target):

@@ -5,24 +5,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fitkit.errors import ConfigurationError, FitkitError
-from fitkit.losses.guards import check_broadcast
 from fitkit.metrics.conversions import FirstBatch, as_given, next_places
 from fitkit.metrics.named import NAMES, Named
 from fitkit.metrics.sums import Batch, CallableMean, Mean, State, Values, changeable
-from fitkit.metrics.torchmetrics_adapter import (
-    TorchMetric,
-    is_torchmetric,
-    share_states,
-    wrap_object,
-)
+from fitkit.metrics.torchmetrics_adapter import is_torchmetric, wrap_object
 from fitkit.shortcuts import Shortcut
 from fitkit.trees import tensors
+
+if TYPE_CHECKING:
+    from fitkit.extras.torchmetrics_objects import TorchMetric
 
 MOST_BATCHES = 256
 """The most batches to join. An update of torchmetrics then costs 2 µs per batch, not 80."""
@@ -75,9 +72,6 @@ class OutputGroup:
         for name, spec in specs.items():
             with _naming(name):
                 self.sums[name] = _build(spec, first)
-        of_torchmetrics = [one for one in self.sums.values() if isinstance(one, TorchMetric)]
-        if of_torchmetrics:
-            share_states(of_torchmetrics)
         self._each = {name: one for name, one in self.sums.items() if not one.joins}
         self._joined = {name: one for name, one in self.sums.items() if one.joins}
         self._has_means_only = all(isinstance(one, Mean) for one in self.sums.values())
@@ -85,8 +79,16 @@ class OutputGroup:
         self._loss: Mean | None = None
         self._needs_weight = any(one.weighted for one in self._joined.values())
         self._buffer = Buffer(keeps=any(one.keeps_batches for one in self._joined.values()))
+        self._later = first.later if self._joined else None
         self._is_first = True
         self._is_up_to_date = False
+
+    def add(self, name: str, sums: Mean) -> None:
+        """Add further sums of what this output gets, before its first batch."""
+        self.sums[name] = sums
+        (self._joined if sums.joins else self._each)[name] = sums
+        self.sees_each = bool(self._each)
+        self._needs_weight = self._needs_weight or sums.weighted
 
     def update(self, prediction: Any, target: Any, weight: Tensor | None) -> None:
         """Add a batch, without gradients."""
@@ -109,8 +111,12 @@ class OutputGroup:
         """Count the waiting batches."""
         for batch in self._buffer.take():
             self._count(self._joined, batch)
+        if self._later is not None and self._later.kept:
+            self._later.finish()
 
     def _count(self, sums: Mapping[str, Mean | TorchMetric], batch: Batch) -> None:
+        if self._later is not None and not self._is_first and sums is self._joined:
+            self._later.check(batch.prediction, batch.target)
         if self._has_means_only and not self._is_first:
             for one in sums.values():
                 one.update(batch)
@@ -210,7 +216,6 @@ def _build(spec: MetricSpec, first: FirstBatch) -> Mean | TorchMetric:
     elif is_torchmetric(metric):
         one = wrap_object(metric, first)
     else:
-        check_broadcast("the callable", metric, *first.given)
         one = CallableMean(metric)
     if first.hint.is_shifted and one.conversion is not None:
         one.conversion = next_places(one.conversion)

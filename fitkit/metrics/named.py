@@ -9,41 +9,33 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fitkit.accelerators import widest_dtype
-from fitkit.errors import ConfigurationError, FitkitError
-from fitkit.losses import formulas
+from fitkit.errors import FitkitError
 from fitkit.losses.formulas import EPSILON
 from fitkit.metrics.conversions import (
-    Conversion,
     FirstBatch,
     Task,
     as_given,
     at_least_float32,
     chosen_labels,
     classes_to_axis_1,
-    columns,
-    distributions,
+    is_one_hot,
     matched,
-    probabilities_and_labels,
     scores_and_labels,
 )
 from fitkit.metrics.sums import Mean, Values
-from fitkit.metrics.torchmetrics_adapter import (
-    TorchMetric,
-    is_torchmetric_class,
-    torchmetrics_module,
-)
+from fitkit.metrics.torchmetrics_adapter import is_torchmetric_class
 from fitkit.outputs import IGNORED
 from fitkit.registry import Registry
+
+if TYPE_CHECKING:
+    from fitkit.extras.torchmetrics_objects import TorchMetric
 
 
 def equal(prediction: Tensor, target: Tensor) -> Tensor:
@@ -88,7 +80,7 @@ def cross_entropy(prediction: Tensor, target: Tensor, task: Task) -> Tensor:
         logs = shares.clamp(EPSILON, 1 - EPSILON).log()
     else:
         logs = by_class.log_softmax(1)
-    if task.one_hot:
+    if is_one_hot(task, prediction, target):
         return -(target.reshape(prediction.shape).movedim(task.axis, 1) * logs).sum(1)
     labels = target.reshape(logs.shape[:1] + logs.shape[2:]).long()
     return functional.nll_loss(logs, labels, reduction="none", ignore_index=IGNORED)
@@ -113,31 +105,7 @@ def absolute_error(prediction: Tensor, target: Tensor) -> Tensor:
     return (prediction - target).abs()
 
 
-def symmetric_percentage_error(prediction: Tensor, target: Tensor) -> Tensor:
-    """Return the absolute error in percent of the mean of both sizes: 0 to 200."""
-    sizes = (prediction.abs() + target.abs()).clamp(min=EPSILON)
-    return 200 * (prediction - target).abs() / sizes
-
-
-def hinge(prediction: Tensor, target: Tensor) -> Tensor:
-    """`max(0, 1 - prediction · target)` with targets -1 and 1; 0 counts as -1."""
-    sign = torch.where(target > 0, 1.0, -1.0)
-    return (1 - prediction * sign).clamp(min=0)
-
-
-def squared_hinge(prediction: Tensor, target: Tensor) -> Tensor:
-    """Return the square of `hinge`."""
-    return hinge(prediction, target).square()
-
-
-def cosine(prediction: Tensor, target: Tensor) -> Tensor:
-    """Return the cosine of the angle between the vectors in the last dimension: (N, ..., D) → (N,
-    ...).
-    """
-    return functional.cosine_similarity(prediction, target, dim=-1)
-
-
-Build: TypeAlias = Callable[[FirstBatch], Mean | TorchMetric]
+Build: TypeAlias = "Callable[[FirstBatch], Mean | TorchMetric]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +220,7 @@ for _k in (2, 3, 10):
 def _cross_entropy(force: str = "", finish: Callable[[float], float] | None = None) -> Build:
     def build(first: FirstBatch) -> Mean:
         task = first.task(force)
-        ignores = task.kind == "multiclass" and not task.one_hot
+        ignores = task.kind == "multiclass"
         values = partial(cross_entropy, task=task)
         return Mean(as_given, values, skip_ignored=ignores, finish=finish)
 
@@ -274,243 +242,44 @@ def _error_mean(
 _error_mean("mse", "mean_squared_error", values=squared_error)
 _error_mean("rmse", "root_mean_squared_error", values=squared_error, finish=math.sqrt)
 _error_mean("mae", "mean_absolute_error", values=absolute_error)
-_error_mean(
-    "mape", "mean_absolute_percentage_error", values=formulas.mean_absolute_percentage_error
-)
-_error_mean(
-    "smape",
-    "symmetric_mean_absolute_percentage_error",
-    values=symmetric_percentage_error,
-)
-_error_mean(
-    "msle", "mean_squared_logarithmic_error", values=formulas.mean_squared_logarithmic_error
-)
-_error_mean("log_cosh", "log_cosh_error", values=formulas.log_cosh)
 _error_mean("huber", values=partial(functional.huber_loss, reduction="none"))
-_error_mean("hinge", values=hinge)
-_error_mean("squared_hinge", values=squared_hinge)
-_error_mean("poisson", values=formulas.poisson)
 
+for _name, *_aliases in (
+    ("mape", "mean_absolute_percentage_error"),
+    ("smape", "symmetric_mean_absolute_percentage_error"),
+    ("msle", "mean_squared_logarithmic_error"),
+    ("log_cosh", "log_cosh_error"),
+    ("hinge",),
+    ("squared_hinge",),
+    ("poisson",),
+    ("cosine_similarity",),
+    ("kl_divergence", "kld", "kullback_leibler_divergence"),
+):
+    NAMES.promise(f"fitkit.extras.error_metrics:{_name.upper()}", _name, *_aliases)
 
-@_mean("cosine_similarity")
-def _cosine_similarity(first: FirstBatch) -> Mean:
-    _need_columns(first)
-    return Mean(matched, cosine)
-
-
-@_mean("kl_divergence", "kld", "kullback_leibler_divergence")
-def _kl_divergence(first: FirstBatch) -> Mean:
-    _need_columns(first)
-    return Mean(distributions(first.scale("multiclass")), formulas.kl_divergence)
-
-
-def _need_columns(first: FirstBatch) -> None:
-    shape = tuple(first.prediction.shape)
-    if len(shape) < 2 or shape[-1] == 1:
-        raise ConfigurationError(
-            f"it compares vectors, but a prediction of shape {shape} has one number per sample."
-        )
-
-
-# ---- torchmetrics' classification ----
-
-Defined: TypeAlias = Callable[[Any, Tensor], Tensor]
-"""Says which entries of a metric's values can be computed of what it has counted. torchmetrics
-gives 0 or 1 for the others."""
-
-
-def _has_both_kinds(metric: Any, values: Tensor) -> Tensor:
-    """Whether there are samples of a class, and others: a ranking compares them."""
-    present = _has_samples(metric, values)
-    return present & (_samples_of_classes(metric) < len(torch.cat(list(metric.target))))
-
-
-def _has_samples(metric: Any, values: Tensor) -> Tensor:
-    """Whether there are samples of a class."""
-    return _samples_of_classes(metric) > 0
-
-
-def _samples_of_classes(metric: Any) -> Tensor:
-    target = torch.cat(list(metric.target))
-    classes = getattr(metric, "num_classes", None)
-    return (target == 1).sum(0) if classes is None else target.bincount(minlength=classes)
-
-
-def _may_agree_by_chance(metric: Any, values: Tensor) -> Tensor:
-    """Whether chance alone wouldn't agree on all samples: not with one class on both sides."""
-    matrix = metric.confmat
-    return matrix.diagonal().max() < matrix.sum()
-
-
-def _counted(
-    suffix: str,
-    *aliases: str,
-    conversion: Callable[[Task], Conversion] = chosen_labels,
-    kinds: tuple[str, ...] = ("binary", "multiclass", "multilabel"),
-    finish: Callable[[Tensor], Any] | None = None,
-    defined: Defined | None = None,
-    **options: str,
-) -> None:
-    """Register torchmetrics' `Binary<suffix>`, `Multiclass<suffix>` and `Multilabel<suffix>`."""
-
-    def build(first: FirstBatch) -> TorchMetric:
-        task = first.task()
-        if task.kind not in kinds:
-            raise ConfigurationError(
-                f"it has no {task.kind} form, and the prediction of shape "
-                f"{tuple(first.prediction.shape)} beside its target is {task.kind}. Known forms: "
-                f"{', '.join(kinds)}."
-            )
-        settings: dict[str, Any] = {"validate_args": False, "sync_on_compute": False}
-        if task.kind == "multiclass":
-            settings |= {"num_classes": task.columns, "ignore_index": IGNORED}
-        if task.kind == "multilabel":
-            settings["num_labels"] = task.columns
-        if task.kind != "binary":
-            settings |= options
-        metric_class = getattr(
-            torchmetrics_module("classification"), f"{task.kind.capitalize()}{suffix}"
-        )
-        metric = metric_class(**settings)
-        return TorchMetric(metric, conversion(task), finish=finish, defined=defined)
-
-    name, *others = aliases
-    NAMES.add(name, Named(build, weightable=False), *others)
-
-
-def _count(index: int) -> Callable[[Tensor], Tensor]:
-    return lambda counts: counts[index]
-
-
-def _mean_recall(matrix: Tensor) -> Tensor:
-    # From the confusion matrix (C, C): over the classes that have samples.
-    found, present = matrix.diagonal(), matrix.sum(1)
-    return (found[present > 0] / present[present > 0]).mean()
-
-
-_ONE_OF = ("binary", "multiclass")
-_YES_OR_NO = ("binary", "multilabel")
-
-_counted("Precision", "precision", average="macro")
-_counted("Recall", "recall", "sensitivity", average="macro")
-_counted("F1Score", "f1", "f1_score", "dice", average="macro")
-_counted("Specificity", "specificity", average="macro")
-_counted("NegativePredictiveValue", "negative_predictive_value", average="macro")
-_counted("StatScores", "true_positives", kinds=_YES_OR_NO, finish=_count(0), average="micro")
-_counted("StatScores", "false_positives", kinds=_YES_OR_NO, finish=_count(1), average="micro")
-_counted("StatScores", "true_negatives", kinds=_YES_OR_NO, finish=_count(2), average="micro")
-_counted("StatScores", "false_negatives", kinds=_YES_OR_NO, finish=_count(3), average="micro")
-_counted("ConfusionMatrix", "confusion_matrix")
-_counted("ConfusionMatrix", "balanced_accuracy", kinds=_ONE_OF, finish=_mean_recall)
-_counted(
-    "CohenKappa",
-    "cohen_kappa",
-    "kappa",
-    kinds=_ONE_OF,
-    finish=Tensor.mean,
-    defined=_may_agree_by_chance,
-)
-_counted("MatthewsCorrCoef", "matthews_corrcoef", "mcc")
-_counted("JaccardIndex", "jaccard", "jaccard_index", "iou", "mean_iou", average="macro")
-_counted(
-    "AUROC",
-    "auc",
-    "auroc",
-    "roc_auc",
-    conversion=probabilities_and_labels,
-    average="none",
-    finish=Tensor.mean,
-    defined=_has_both_kinds,
-)
-_counted(
-    "AveragePrecision",
-    "average_precision",
-    "pr_auc",
-    "auprc",
-    conversion=probabilities_and_labels,
-    average="none",
-    finish=Tensor.mean,
-    defined=_has_samples,
-)
-_counted(
-    "CalibrationError",
-    "calibration_error",
-    "ece",
-    kinds=_ONE_OF,
-    conversion=probabilities_and_labels,
-)
-
-
-# ---- torchmetrics' regression ----
-
-
-def _varies(metric: Any, values: Tensor) -> Tensor:
-    """Whether both predictions and targets vary: ranks of equal numbers have no correlation."""
-    numbers = (torch.cat(list(part)) for part in (metric.preds, metric.target))
-    spread = [part.amax(0) > part.amin(0) for part in numbers]
-    return spread[0] & spread[1]
-
-
-def _is_no_ratio_of_zeros(metric: Any, values: Tensor) -> Tensor:
-    """Whether a correlation is more than 0/0. NaNs of predictions stay."""
-    return ~values.isnan() if bool(metric.var_x.isfinite().all()) else torch.ones_like(values) > 0
-
-
-def _targets_vary(metric: Any, values: Tensor) -> Tensor:
-    """Whether targets differ from their mean by more than rounding does."""
-    squares = metric.sum_squared_error  # of the targets, in spite of its name
-    rounding = 16 * torch.finfo(squares.dtype).eps * squares
-    varies: Tensor = squares - metric.sum_error.square() / metric.total > rounding
-    return varies.any()
-
-
-def _fitted(
-    class_name: str,
-    *aliases: str,
-    columns_argument: bool = True,
-    defined: Defined | None = None,
-) -> None:
-    """Register a metric of whole columns; several columns give their mean."""
-
-    def build(first: FirstBatch) -> TorchMetric:
-        dtype = widest_dtype(first.prediction.device)
-        conversion = columns(dtype)
-        prediction, _ = conversion(first.prediction, first.target)
-        settings: dict[str, Any] = {"sync_on_compute": False}
-        if columns_argument and prediction.ndim > 1:
-            settings["num_outputs"] = prediction.shape[1]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that Spearman's keeps all samples
-            metric = getattr(torchmetrics_module("regression"), class_name)(**settings)
-        # Sums of squares in float32 lose all digits where the mean is far from 0.
-        metric.set_dtype(dtype)
-        return TorchMetric(metric, conversion, finish=Tensor.mean, defined=defined, least_samples=2)
-
-    name, *others = aliases
-    NAMES.add(name, Named(build, weightable=False), *others)
-
-
-_fitted("R2Score", "r2", "r2_score", columns_argument=False)
-_fitted("ExplainedVariance", "explained_variance", columns_argument=False)
-_fitted(
-    "PearsonCorrCoef",
-    "pearson",
-    "pearson_correlation",
-    "pearson_corrcoef",
-    defined=_is_no_ratio_of_zeros,
-)
-_fitted(
-    "SpearmanCorrCoef",
-    "spearman",
-    "spearman_correlation",
-    "spearman_corrcoef",
-    defined=_varies,
-)
-_fitted(
-    "ConcordanceCorrCoef",
-    "concordance",
-    "concordance_correlation",
-    "concordance_corrcoef",
-    defined=_is_no_ratio_of_zeros,
-)
-_fitted("RelativeSquaredError", "relative_squared_error", defined=_targets_vary)
+for _name, *_aliases in (
+    ("precision",),
+    ("recall", "sensitivity"),
+    ("f1", "f1_score", "dice"),
+    ("specificity",),
+    ("negative_predictive_value",),
+    ("true_positives",),
+    ("false_positives",),
+    ("true_negatives",),
+    ("false_negatives",),
+    ("confusion_matrix",),
+    ("balanced_accuracy",),
+    ("cohen_kappa", "kappa"),
+    ("matthews_corrcoef", "mcc"),
+    ("jaccard", "jaccard_index", "iou", "mean_iou"),
+    ("auc", "auroc", "roc_auc"),
+    ("average_precision", "pr_auc", "auprc"),
+    ("calibration_error", "ece"),
+    ("r2", "r2_score"),
+    ("explained_variance",),
+    ("pearson", "pearson_correlation", "pearson_corrcoef"),
+    ("spearman", "spearman_correlation", "spearman_corrcoef"),
+    ("concordance", "concordance_correlation", "concordance_corrcoef"),
+    ("relative_squared_error",),
+):
+    NAMES.promise(f"fitkit.extras.torchmetrics_names:{_name.upper()}", _name, *_aliases)

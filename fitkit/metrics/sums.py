@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fitkit.accelerators import widest_dtype
 from fitkit.errors import ConfigurationError
+from fitkit.losses.guards import check_broadcast
 from fitkit.metrics.conversions import Conversion, as_given
 from fitkit.outputs import EMPTY_MEAN, IGNORED
 from fitkit.samples import samples_among
@@ -110,22 +111,26 @@ class Mean:
         """Whether no bit of the sums depends on which batches came together."""
         return self._counts and not self.weighted
 
+    @property
+    def is_mean(self) -> bool:
+        """Whether the result is the mean itself, and nothing that is made of it."""
+        return self._finish is None
+
     def update(self, batch: Batch) -> None:
         """Add a batch, whose tensors have no gradients."""
+        values, counted = self.values_of(batch)
+        self._add(*self._sums_of(values, batch.weight, counted))
+
+    def values_of(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Return a batch's values, and which of them count; None: all."""
         prediction, target = batch.converted(self.conversion)
         values = self._values(prediction, target)
-        self._add(*self._summed(values, target, batch.weight))
-
-    def _summed(
-        self, values: Tensor, target: Tensor, weight: Tensor | None
-    ) -> tuple[Tensor | float, Tensor | float]:
-        """Return the weighted sum of a batch's values (without dimensions) and the weights' sum."""
         counted = target != IGNORED if self._skip_ignored else None
         if counted is not None and target.shape != values.shape:
             # A value of several entries counts if one of them does.
             is_of_several = target.shape[: values.ndim] == values.shape
             counted = counted.flatten(values.ndim).any(-1) if is_of_several else None
-        return self._sums_of(values, weight, counted)
+        return values, counted
 
     def _sums_of(
         self, values: Tensor, weight: Tensor | None, counted: Tensor | None
@@ -225,14 +230,23 @@ class CallableMean(Mean):
 
     def __init__(self, function: Values) -> None:
         super().__init__(as_given, function)
+        self._dims: tuple[int, ...] | None = None  # of the last prediction and target
 
-    def update(self, batch: Batch) -> None:
-        """Call the function and add what it gives."""
+    def values_of(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Return what the function gives."""
+        pair = batch.prediction, batch.target
+        if (shapes := tuple(getattr(one, "ndim", 0) for one in pair)) != self._dims:
+            self._dims = shapes
+            check_broadcast("the callable", self._values, *pair)
         with torch.no_grad():
             value = self._values(batch.prediction, copied(batch.target))
         if not isinstance(value, Tensor):
             value = torch.as_tensor(value, device=self.totals.device)
-        value, samples = value.detach(), batch.samples
+        return value.detach(), None
+
+    def update(self, batch: Batch) -> None:
+        """Call the function and add what it gives."""
+        (value, _), samples = self.values_of(batch), batch.samples
         each = value.ndim > 0 and value.shape[0] == samples
         if not each and (value.numel() != 1 or self.weighted):
             wanted = "one value per sample" if self.weighted else "a number or one value per sample"

@@ -19,6 +19,8 @@ packages add by entry points.
 | a kind of data | a function that returns `OpenedData` | `DATA` | `networks` |
 | a kind of module with its own steps | `fitkit.Model` | `MODELS` | `networks` |
 | a format of weight files | `WeightFormat` | `FORMATS` | `files` |
+| a format of checkpoints that all ranks write | `FolderFormat` | `FOLDERS` | `checkpoints` |
+| a kind of batch, such as a library's graphs | `BatchKind` | `KINDS` | `batches` |
 | a change of whole training batches | `BatchTransform` | `compile(batch_transforms=…)` | `data` |
 | another way to compute steps | `Updates`, `PassSteps` | `jit_compile` | `steps` |
 
@@ -30,9 +32,12 @@ import importlib
 from typing import Any
 
 PAGES = (
+    "batches",
     "callbacks",
+    "checkpoints",
     "data",
     "files",
+    "launchers",
     "losses",
     "machines",
     "metrics",

@@ -1,4 +1,4 @@
-"""For callbacks and loggers: the base class, and what ranks tell one another.
+"""For callbacks and loggers: the base class, what ranks tell one another, and a run's data.
 
 Example:
     >>> import torch, fitkit
@@ -34,25 +34,47 @@ from fitkit.callbacks.base import (
 from fitkit.callbacks.batch_sizes import SetsBatchSize, value_in
 from fitkit.callbacks.callback_list import CALLBACKS, Callbacks
 from fitkit.callbacks.checkpoint_writer import CheckpointWriter
+from fitkit.callbacks.display import (
+    Metrics,
+    Moment,
+    duration,
+    encodable,
+    is_terminal,
+    short_count,
+    speed,
+)
 from fitkit.callbacks.monitor import Monitor
+from fitkit.data.arrays import ArraySource
+from fitkit.data.loaders import reads_by_index
+from fitkit.training.surroundings import rank_source
 from fitkit.training.validation_names import validation_name
 
 __all__ = [
     "CALLBACKS",
     "AnyRankFlag",
+    "ArraySource",
     "Callback",
     "Callbacks",
     "CheckpointWriter",
     "Logs",
+    "Metrics",
+    "Moment",
     "Monitor",
     "SetsBatchSize",
     "batches_of_call",
+    "duration",
+    "encodable",
     "from_all_ranks",
     "from_rank_zero",
     "is_multiple_in",
+    "is_terminal",
     "print_on_rank_zero",
+    "rank_source",
+    "reads_by_index",
     "run_of",
     "share_buffers",
+    "short_count",
+    "speed",
     "validation_name",
     "value_in",
 ]

@@ -13,45 +13,65 @@ Example:
     >>> history = model.fit(x, x.sum(1, keepdim=True), verbose=0)
 """
 
+from typing import TYPE_CHECKING
+
 from fitkit.data.arrays import as_tensors, is_array, made_dense, samples_between
 from fitkit.data.batches import Batch, NoRows, Source, marked, unpack_batch
-from fitkit.data.loaders import ReadInOrder, begin_order, iterate, iterates_by_itself, seeds_apart
+from fitkit.data.drawn import DrawnSource, ReadByItself
+from fitkit.data.draws import DataDraws, key_within
+from fitkit.data.loaders import (
+    ReadInOrder,
+    begin_order,
+    iterate,
+    iterates_by_itself,
+    reads_by_index,
+    reads_samples,
+    seeds_apart,
+    with_repeats,
+)
+from fitkit.data.seeded import Keys, Seeded
 from fitkit.data.sharding import keeps_rows
 from fitkit.data.sources import (
-    DrawnSource,
     LoaderSource,
-    ReadByItself,
     check_data_type,
     length_of,
     make_source,
 )
 from fitkit.data.to_device import own_data
-from fitkit.training.batch_transforms import (
-    BatchTransform,
-    FunctionTransform,
-    WholeBatch,
-    as_transform,
-    name_of,
-)
+from fitkit.registry import imported_on_demand
+from fitkit.training.batch_changes import ChangesBatches
 from fitkit.training.evaluate import HostCopies, in_input_order, predict_source
 from fitkit.training.settings import EvaluateArguments
-from fitkit.training.surroundings import reading_on_ranks, surroundings
+from fitkit.training.surroundings import let_go, reading_on_ranks, surroundings
+
+if TYPE_CHECKING:
+    from fitkit.extras.batch_transforms import BatchTransform, WholeBatch
+else:
+    __getattr__ = imported_on_demand(
+        __name__,
+        {
+            "BatchTransform": "fitkit.extras.batch_transforms:BatchTransform",
+            "WholeBatch": "fitkit.extras.batch_transforms:WholeBatch",
+        },
+    )
 
 __all__ = [
     "Batch",
     "BatchTransform",
+    "ChangesBatches",
+    "DataDraws",
     "DrawnSource",
     "EvaluateArguments",
-    "FunctionTransform",
     "HostCopies",
+    "Keys",
     "LoaderSource",
     "NoRows",
     "ReadByItself",
     "ReadInOrder",
+    "Seeded",
     "Source",
     "WholeBatch",
     "as_tensors",
-    "as_transform",
     "begin_order",
     "check_data_type",
     "in_input_order",
@@ -59,16 +79,20 @@ __all__ = [
     "iterate",
     "iterates_by_itself",
     "keeps_rows",
+    "key_within",
     "length_of",
+    "let_go",
     "made_dense",
     "make_source",
     "marked",
-    "name_of",
     "own_data",
     "predict_source",
     "reading_on_ranks",
+    "reads_by_index",
+    "reads_samples",
     "samples_between",
     "seeds_apart",
     "surroundings",
     "unpack_batch",
+    "with_repeats",
 ]

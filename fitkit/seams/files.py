@@ -51,13 +51,14 @@ from fitkit.checkpoint.formats import (
     Weights,
     WeightSource,
     format_of,
+    is_folder_name,
     open_weights,
     weights_in,
 )
 from fitkit.checkpoint.frozen import Frozen, noted
 from fitkit.checkpoint.header import FORMAT_VERSION, damaged, open_file, unreadable
+from fitkit.checkpoint.own_loading import Rehearsal
 from fitkit.checkpoint.remote import is_url, parent, refuse_url
-from fitkit.checkpoint.sharded_folder import is_folder_name
 from fitkit.checkpoint.uncompiled import plain_name
 from fitkit.checkpoint.weights import save_weights
 
@@ -69,6 +70,7 @@ __all__ = [
     "HeldInterrupts",
     "InMemory",
     "OpenWeights",
+    "Rehearsal",
     "StoredFile",
     "WeightFormat",
     "WeightSource",

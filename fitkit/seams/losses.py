@@ -15,26 +15,50 @@ Example:
 
 from fitkit.held_modules import Untrained
 from fitkit.losses import Ask, CompiledLoss, Count, Loss, Term, checked_count, resolve
-from fitkit.losses.formulas import classes, elements, full, weighted_mean
-from fitkit.losses.labels import Labels
+from fitkit.losses.formulas import (
+    EPSILON,
+    HALF_TYPES,
+    LossFunction,
+    Match,
+    classes,
+    elements,
+    full,
+    index_lists,
+    indices,
+    last_axis_indices,
+    vectors,
+    weighted_mean,
+)
+from fitkit.losses.looks import undone
 from fitkit.losses.loss import is_labels
 from fitkit.losses.names import LOSSES, Definition
+from fitkit.losses.own import OwnLoss, carried
 
 __all__ = [
+    "EPSILON",
+    "HALF_TYPES",
     "LOSSES",
     "Ask",
     "CompiledLoss",
     "Count",
     "Definition",
-    "Labels",
     "Loss",
+    "LossFunction",
+    "Match",
+    "OwnLoss",
     "Term",
     "Untrained",
+    "carried",
     "checked_count",
     "classes",
     "elements",
     "full",
+    "index_lists",
+    "indices",
     "is_labels",
+    "last_axis_indices",
     "resolve",
+    "undone",
+    "vectors",
     "weighted_mean",
 ]

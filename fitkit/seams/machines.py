@@ -1,4 +1,4 @@
-"""What a machine has, and who started this process.
+"""What a machine has, who started this process, and where its calls are.
 
 Example:
     >>> from fitkit.seams.machines import Machine, usable_cores
@@ -8,17 +8,33 @@ Example:
     1
 """
 
-from fitkit.distributed.cluster import detect
+from fitkit.distributed.cluster import (
+    MOST_RANKS,
+    Cluster,
+    Environment,
+    LaunchVariables,
+    detect,
+)
 from fitkit.distributed.devices import Machine, choose_kind, overload, usable_cores
-from fitkit.distributed.launchers.meeting_folder import parent_of
-from fitkit.distributed.launchers.script import is_script_rank
+from fitkit.distributed.launchers.private_folder import parent_of
+from fitkit.distributed.launchers.script_rank import is_script_rank
+from fitkit.pulse import Pulse, Stillness, pulses
+from fitkit.training.forks import STACKS
 
 __all__ = [
+    "MOST_RANKS",
+    "STACKS",
+    "Cluster",
+    "Environment",
+    "LaunchVariables",
     "Machine",
+    "Pulse",
+    "Stillness",
     "choose_kind",
     "detect",
     "is_script_rank",
     "overload",
     "parent_of",
+    "pulses",
     "usable_cores",
 ]

@@ -14,20 +14,55 @@ Example:
 """
 
 from fitkit.metrics import CompiledMetrics
-from fitkit.metrics.conversions import as_given, matched
-from fitkit.metrics.group import MetricSpec
+from fitkit.metrics.conversions import (
+    Conversion,
+    FirstBatch,
+    Pair,
+    Task,
+    as_given,
+    at_least_float32,
+    chosen_labels,
+    class_labels,
+    classes_to_axis_1,
+    entry_labels,
+    matched,
+    matched_if_alike,
+    same_entries,
+    scores_and_labels,
+)
+from fitkit.metrics.group import MetricSpec, OutputGroup
 from fitkit.metrics.named import NAMES as METRICS
 from fitkit.metrics.named import Named
-from fitkit.metrics.sums import Mean
+from fitkit.metrics.sums import Batch as MetricBatch
+from fitkit.metrics.sums import Mean, State, Values, outside_inference
+from fitkit.metrics.torchmetrics_adapter import is_torchmetric
 from fitkit.record import LogOptions
 
 __all__ = [
     "METRICS",
     "CompiledMetrics",
+    "Conversion",
+    "FirstBatch",
     "LogOptions",
     "Mean",
+    "MetricBatch",
     "MetricSpec",
     "Named",
+    "OutputGroup",
+    "Pair",
+    "State",
+    "Task",
+    "Values",
     "as_given",
+    "at_least_float32",
+    "chosen_labels",
+    "class_labels",
+    "classes_to_axis_1",
+    "entry_labels",
+    "is_torchmetric",
     "matched",
+    "matched_if_alike",
+    "outside_inference",
+    "same_entries",
+    "scores_and_labels",
 ]

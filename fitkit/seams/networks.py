@@ -30,7 +30,7 @@ Example:
     1.0
 """
 
-from fitkit.guests import DATA, GUESTS, MODELS, Guest, OpenedData, guest_of
+from fitkit.guests import DATA, GUESTS, MODELS, Guest, OpenedData, as_ours, guest_of
 from fitkit.hooks import has_own_steps, overridden
 from fitkit.module import Module
 from fitkit.pickling import REDUCERS, Together
@@ -44,6 +44,7 @@ __all__ = [
     "Module",
     "OpenedData",
     "Together",
+    "as_ours",
     "guest_of",
     "has_own_steps",
     "overridden",

@@ -22,11 +22,13 @@ Example:
 """
 
 from fitkit.closures import uses_closure
-from fitkit.optimizer_copies import kept_apart
+from fitkit.optimizer_copies import with_inner
 from fitkit.optimizers import (
     FUSED,
     HOW,
     OPTIMIZERS,
+    Arranges,
+    check_layer_decay,
     check_trainable,
     class_of,
     first_rate,
@@ -40,12 +42,14 @@ __all__ = [
     "HOW",
     "OPTIMIZERS",
     "SCHEDULERS",
+    "Arranges",
     "PlannedScheduler",
+    "check_layer_decay",
     "check_trainable",
     "class_of",
     "first_rate",
-    "kept_apart",
     "members_of",
     "put_rate",
     "uses_closure",
+    "with_inner",
 ]

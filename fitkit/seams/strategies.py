@@ -31,20 +31,21 @@ Example:
 from fitkit.distributed.collectives import (
     Collectives,
     ProcessGroup,
+    Solo,
+    done_by_rank_zero,
     pack_gradients,
     together,
     unpack_gradients,
 )
-from fitkit.distributed.first_forward import refusing_writes
 from fitkit.distributed.in_place import (
     ModuleInPlace,
     OptimizerInPlace,
     as_parts,
     held_by,
+    is_spread,
     whole,
     whole_on_host,
 )
-from fitkit.distributed.meta_tensors import Unfilled
 from fitkit.distributed.resolve import named_strategy, resolve_strategy
 from fitkit.distributed.strategies import DDP, STRATEGIES, SingleDevice
 from fitkit.distributed.strategies.base import Assignment, Strategy
@@ -73,20 +74,21 @@ __all__ = [
     "RankGroup",
     "ReplicatedModel",
     "SingleDevice",
+    "Solo",
     "StepRouter",
     "Strategy",
-    "Unfilled",
     "World",
     "WrappedModel",
     "as_parts",
     "counting_connections",
+    "done_by_rank_zero",
     "enter",
     "held_by",
+    "is_spread",
     "mean_by",
     "named_strategy",
     "norm_of",
     "pack_gradients",
-    "refusing_writes",
     "resolve_strategy",
     "together",
     "unpack_gradients",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_
@@ -25,6 +26,9 @@ class Applier:
         engine: makes the optimizer's step, and clips.
         move_rates: moves the learning rates after each update; None if they stay.
     """
+
+    checks_gradients: ClassVar[bool] = True
+    """Whether a gradient that isn't finite is a fault."""
 
     model: dataclasses.InitVar[Module]
     optimizer: Optimizer
@@ -52,7 +56,9 @@ class Applier:
         return sorted(held, key=lambda one: self._places.get(id(one), len(self._places)))
 
     def __call__(self) -> None:
-        """Clip the gradients, make the update, and count it."""
+        """Clip the gradients, make the update, and count it, unless a callback leaves it out."""
+        if (guard := self._state.guard) is not None and not guard.admits(self):
+            return
         if self._clip_value is not None or self._state.grad_norms is not None:
             self.clip()
         try:
@@ -100,10 +106,14 @@ class ScaledApplier(Applier):
         scaling: scales the losses.
     """
 
+    checks_gradients: ClassVar[bool] = False  # scaled ones overflow on purpose
+
     scaling: Scaling
 
     def __call__(self) -> None:
         """Unscale and clip the gradients, make the update, and count it if it was made."""
+        if (guard := self._state.guard) is not None and not guard.admits(self):
+            return
         if self._clip_value is not None or self._state.grad_norms is not None:
             self.scaling.unscale(self.optimizer)
             self.clip()

@@ -173,10 +173,12 @@ def check_progress(progress: Progress, training: PlainData, path: str) -> None:
     with _Refusing(path):
         for name in ("epoch", "steps", "number", "batches", "shares"):
             _check_count(name, getattr(progress, name))
-        for name in ("began", "random"):
+        for name in ("began", "random", "orders"):
             if not isinstance(getattr(progress, name), list):
                 raise ValueError(f"{name} isn't a list")
-        _check_count("seed", 0 if progress.seed is None else progress.seed)
+        for name in ("seed", "key"):
+            number = getattr(progress, name)
+            _check_count(name, 0 if number is None else number)
         if progress.shares == 0:
             raise ValueError("shares is 0")
         _has("history", progress.history, {"epoch": list, "history": dict})
@@ -192,8 +194,9 @@ def check_progress(progress: Progress, training: PlainData, path: str) -> None:
             _has("callbacks", entry, {"class": str, "state": object})
         if not progress.random:
             raise ValueError("random is empty")
-        for state in (*progress.random, *(began for began in progress.began if began is not None)):
-            check_random_state(state)
+        for state in (*progress.random, *progress.began, *progress.orders):
+            if state is not None:
+                check_random_state(state)
         for noted in _dicts("noted", progress.noted):
             _check_noted(noted)
         if progress.loader is not None:

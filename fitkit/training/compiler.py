@@ -161,13 +161,16 @@ class NetAlone:
         self._compiler.compile_net(model)
 
 
-def new_compiler(model: Module, options: bool | CompilerOptions) -> Compiler | None:
+def new_compiler(
+    model: Module, options: bool | CompilerOptions, *, updates: bool = True
+) -> Compiler | None:
     """Begin to compile a model as `compile` was told, or end that.
 
     Args:
         model: the model.
         options: False to compute all as written; True, or the keyword arguments of
             `torch.compile`, to compile it.
+        updates: whether updates may be compiled, too.
 
     Raises:
         ConfigurationError: torch refuses the arguments. Nothing has changed.
@@ -184,7 +187,7 @@ def new_compiler(model: Module, options: bool | CompilerOptions) -> Compiler | N
     net._compiled_call_impl = None
     if made is not None:
         made.compile_net(model)
-    return made
+    return made if updates or made is None else NetAlone(made)
 
 
 def compiler_of(model: Module) -> Compiler | None:

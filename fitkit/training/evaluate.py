@@ -23,8 +23,10 @@ from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ConfigurationError, warn
 from fitkit.hooks import evaluation_stage
 from fitkit.module import Module
+from fitkit.pulse import heard
 from fitkit.samples import samples_of
 from fitkit.scopes import Scope
+from fitkit.tensors import is_dense
 from fitkit.training.compiler import PassSteps, Take, compiler_of
 from fitkit.training.log import LazyLogs, Logbook, reduced, warn_of_empty
 from fitkit.training.passes import PREDICT, TEST, VALIDATION, Pass, Stage, users_look
@@ -125,7 +127,8 @@ def make_pass(
         )
         group = model._fitkit.compilation.given.steps_per_execution
         made = Pass(stage, context, callbacks, execute, logs, group=group)
-        batches = step.mover.bring_each(step.looking(iter(mine)))
+        read = heard(iter(mine), stage.name)
+        batches = step.mover.bring_each(step.looking(read))
         made.run(batches, lambda: getattr(model, stage.stop) and mine.ends_here())
     return made
 
@@ -495,7 +498,7 @@ def _mapped(output: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> An
 def _gpu_of(output: Outputs) -> torch.device | None:
     """Return the device with streams that all of an output's tensors are on, or None."""
     tensors = list(tensors_in(output))
-    if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in tensors):
+    if any(isinstance(one, torch.Tensor) and not is_dense(one) for one in tensors):
         return None  # streams can't record the use of their memory
     devices = {tensor.device for tensor in tensors}
     device = devices.pop() if len(devices) == 1 else None

@@ -19,7 +19,6 @@ from fitkit.losses import Ask, CompiledLoss
 from fitkit.metrics.compiled import CompiledMetrics
 from fitkit.modes import modes_restored
 from fitkit.training.net_call import NetCall
-from fitkit.training.own_loss import ask_for_rows, ask_for_sum, takes_items_in_batch
 from fitkit.typing import Outputs, Tree
 
 WEIGHTS = "A batch's third entry is the sample weights (several targets are (x, (y, y2))); it"
@@ -138,11 +137,11 @@ def ask_net(
             module.eval()
             return net(trees.copied(inputs), net.in_precision(module))
 
-    if takes_items_in_batch(module, net.caller, x):
-        ask_for_sum(own, computed, x, y)
+    from fitkit.extras.own_loss import ask
+
     # A net that ranks hold in parts must be called equally often on all of them.
-    if not (own.is_decided or net.waits_for_ranks):
-        ask_for_rows(own, computed, outputs, x, y, is_part=is_part)
+    asks_rows = not net.waits_for_ranks
+    ask(own, module, net.caller, computed, outputs, x, y, is_part=is_part, asks_rows=asks_rows)
 
 
 @torch.no_grad()

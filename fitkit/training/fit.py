@@ -16,8 +16,8 @@ from fitkit.callbacks.callback_list import report_error
 from fitkit.callbacks.monitor import why_none
 from fitkit.callbacks.progress import with_built_in
 from fitkit.compilation import Compilation
-from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import Batch, Source, Stream
+from fitkit.data.draws import DataDraws, draws_of_fit
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ConfigurationError, warn
@@ -25,12 +25,15 @@ from fitkit.guests import guest_of
 from fitkit.modes import kept_in_evaluation, modes_restored, to_training
 from fitkit.module import Module
 from fitkit.optimizers import warn_of_flags
+from fitkit.printing import say
 from fitkit.progress import Progress
+from fitkit.pulse import heard
 from fitkit.random_states import kept_random_numbers, random_state, set_random_state
 from fitkit.scopes import Scope
 from fitkit.training import unsaved
-from fitkit.training.batch_transforms import BatchTransforms, batch_transforms_of
+from fitkit.training.batch_changes import BatchChanges, batch_transforms_of
 from fitkit.training.compiler import Updates, compiler_of
+from fitkit.training.data_wait import DataWait
 from fitkit.training.epoch_lengths import EpochLengths
 from fitkit.training.log import LazyLogs, Logbook, noted_by, reduced, warn_of_empty
 from fitkit.training.net_call import forward_of
@@ -102,22 +105,25 @@ class Fit:
         compilation.trained(model).place(self.strategy, for_training=True)
         shares = self.strategy.data_ranks.world_size
         per_epoch = arguments.steps_per_epoch
+        first, resumed = arguments.initial_epoch, arguments.resumed
+        self.draws: DataDraws = draws_of_fit(resumed, self.collectives)
+        arguments.source.draws = self.draws
+        for name, source in arguments.held_out.items():
+            source.draws = self.draws.within("validation", name)
         self.source: Source = rank_source(
             model,
             arguments.source,
             training=True,
             steps=None if per_epoch is None else per_epoch * shares,
         )
-        if isinstance(self.source.whole, ArraySource):
-            self.source.whole.ahead = compilation.given.steps_per_execution
         self.validations: Validations = Validations(model, arguments)
         self.held_out: dict[str, Source] = self.validations.sources
-        first, resumed = arguments.initial_epoch, arguments.resumed
         self.running: Pass | None = None  # the epoch's; None between epochs
         self.latest: Pass | None = None  # the same, or the last epoch's
         self._place: Progress = Progress(epoch=first, number=first, shares=shares)
         if resumed is not None:
             self._place = resumed.for_rank(self.collectives.rank, shares)
+        self.draws.go_on(self._place)
         self.stream: Stream = Stream(self.source, self.progress, arguments.steps_per_epoch)
         if resumed is not None:
             self._continue_in_data(resumed)
@@ -152,7 +158,7 @@ class Fit:
         )
         if arguments.weights_by_class is not None and not changes_batches:
             arguments.weights_by_class.expect(self.source.target, self.collectives.rank)
-        self.batch_transforms: BatchTransforms | None = batch_transforms_of(
+        self.batch_transforms: BatchChanges | None = batch_transforms_of(
             model, self.step, self.callbacks
         )
         if self.batch_transforms is not None and resumed is not None:
@@ -178,6 +184,7 @@ class Fit:
         self.requires_grad: list[bool] = self._learning()
         self.in_evaluation: list[torch.nn.Module] = []  # submodules that stay in evaluation mode
         self.history: History = History()
+        self.data_wait: DataWait = DataWait(self.strategy.device, self.source)
         self.has_warned_of_non_finite: bool = False
         self.has_warned_of_empty: bool = False
 
@@ -294,7 +301,7 @@ class Fit:
         made = self._begin_epoch(epoch, callbacks, scope, early)
         context, done = made.context, made.done
         with as_current(self.model, context):
-            batches = self._batches(done)
+            batches = self._batches(epoch, done)
             # A hook may have ended the epoch on one rank. An interrupted one may also begin with a
             # validation, which may end it.
             stops = self.stopping.agreed()
@@ -313,9 +320,13 @@ class Fit:
         scope.close()
         return values
 
-    def _batches(self, done: int) -> Iterator[Batch]:
+    def _batches(self, epoch: int, done: int) -> Iterator[Batch]:
         """Return an epoch's batches, but those that are done, on their way to the device."""
-        batches = self.step.mover.bring_each(self.step.looking(self.stream.epoch(done)))
+        read = self.stream.epoch(done)
+        if epoch == self.arguments.initial_epoch:
+            read = self.data_wait.timed(read)
+        read = heard(read, "training", epoch, done)
+        batches = self.step.mover.bring_each(self.step.looking(read))
         if self.batch_transforms is not None:
             batches = self.batch_transforms.each(batches, done)
         return self.update.peekable(batches)
@@ -403,6 +414,8 @@ class Fit:
         self, epoch: int, callbacks: CallbackList, context: StepContext, values: Values
     ) -> None:
         """Give an epoch's values to schedulers and callbacks, which may add their own."""
+        if epoch == self.arguments.initial_epoch:
+            self._tell_wait()
         self._warn_of_non_finite(epoch, values)
         self.rates.after_epoch(epoch, values, self.seen_values)
         self.logs = values
@@ -422,8 +435,20 @@ class Fit:
         losses = [validation_name("loss", name) for name in self.held_out]
         sentence = self.arguments.callback_list.warning_of(logs, losses)
         if sentence is not None:
+            from fitkit.extras.bad_numbers import first_bad_of
+
             self.has_warned_of_non_finite = True
-            warn(f"In epoch {epoch + 1} {sentence}")
+            where = first_bad_of(self)
+            data = "" if where is None else f" In the data, {where}."
+            warn(f"In epoch {epoch + 1} {sentence}{data}")
+
+    def _tell_wait(self) -> None:
+        """Note how long the first epoch waited for data; say it, on rank 0, if that was long."""
+        self.history.params["data_wait"] = self.data_wait.share  # callbacks share this dict
+        line = self.data_wait.line()
+        is_silent = self.collectives.rank or chosen_verbose(self.arguments.verbose) == 0
+        if line is not None and not is_silent:
+            say(line)
 
     def _check_on_peeked_batch(self) -> None:
         """Find the metrics' names if an epoch was interrupted after its last batch."""
@@ -562,7 +587,7 @@ class Fit:
             # Ranks that see the same data have noted the same values.
             noted = [*progress.noted, *self.strategy.log_ranks.gather(own)]
         drawn = random_state(self.stream.generators, self._replicas)
-        everyones = self.collectives.gather((*progress.began, drawn))
+        everyones = self.collectives.gather((*progress.began, drawn, self.draws.state()))
         history = History()
         history.load_state_dict(self.history.state_dict())
         if self.logs is not None and progress.epoch - 1 not in history.epoch:
@@ -571,9 +596,10 @@ class Fit:
         begins_pass = self.logs is not None and self.arguments.steps_per_epoch is None
         return dataclasses.replace(
             progress,
-            began=[began for began, _ in everyones],
+            began=[began for began, _, _ in everyones],
             noted=noted,
-            random=[random for _, random in everyones],
+            random=[random for _, random, _ in everyones],
+            orders=[orders for _, _, orders in everyones],
             seed=getattr(self.source.whole, "seed", None),
             loader=self.stream.loader_state(ends_pass=begins_pass),
             history=history.state_dict(),

@@ -9,8 +9,10 @@ of a process group take for moments (python/cpython#112275). Later ones make tha
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing import connection, context, popen_fork
@@ -29,6 +31,9 @@ PATIENCE = "FITKIT_FORK_PATIENCE"
 
 LIMIT_S = 300
 """How long one that doesn't sleep is waited for at most."""
+
+STACKS = "fitkit-stack"
+"""The name of the memory to which a process writes its stack when it gets SIGUSR1."""
 
 LOOK_S = 0.25
 """Between two looks at a process that hasn't begun."""
@@ -106,7 +111,19 @@ class _Tells:
         torch.get_rng_state()  # a worker draws first; a thread that drew may have held this lock
         os.write(self._tell, b"\0")
         os.close(self._tell)
+        _tell_stack_if_asked()
         return self._process._bootstrap(*arguments, **named)
+
+
+def _tell_stack_if_asked() -> None:
+    """Let this process write down where it is when it gets SIGUSR1, whatever it waits for.
+
+    The process that forked it reads that in `/proc`. Where SIGUSR1 has a meaning, it keeps it.
+    """
+    is_free = hasattr(signal, "SIGUSR1") and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    if is_free and hasattr(os, "memfd_create"):
+        with contextlib.suppress(OSError):
+            faulthandler.register(signal.SIGUSR1, file=os.memfd_create(STACKS))
 
 
 @contextlib.contextmanager

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
 from fitkit import trees
+from fitkit.batch_kinds import kind_of
 from fitkit.data.arrays import (
     as_tensors,
     is_array,
@@ -37,10 +37,11 @@ from fitkit.modes import (
 from fitkit.module import Module
 from fitkit.optimizers import members_of
 from fitkit.outputs import EMPTY_MEAN
+from fitkit.pickling import MadeAnew
 from fitkit.samples import Reading, reading, samples_of
 from fitkit.scopes import Scope
 from fitkit.shortcuts import Shortcut
-from fitkit.training.batch_transforms import batch_transforms_of
+from fitkit.training.batch_changes import batch_transforms_of
 from fitkit.training.evaluate import joined, on_host
 from fitkit.training.log import Logbook, warn_of_empty
 from fitkit.training.parts_of_batches import counter_of
@@ -184,7 +185,7 @@ class KeptStep:
         return objects
 
 
-class KeptSteps:
+class KeptSteps(MadeAnew):
     """Keeps a model's steps for single batches, by stage, from one call to the next.
 
     A step stays valid until something changes that its construction depends on. These are the
@@ -200,9 +201,6 @@ class KeptSteps:
 
     def __init__(self) -> None:
         self._by_stage: dict[str, KeptStep] = {}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return KeptSteps, ()
 
     def drop(self) -> None:
         """Drop all steps, so that the next calls rebuild them."""
@@ -276,7 +274,7 @@ def _is_as_loaded(x: Tree, y: Any) -> bool:
     """
     if is_array(x) or is_sparse_matrix(x):
         return False
-    if isinstance(x, PackedSequence):
+    if kind_of(x) is not None:
         return True
     found = list(trees.leaves(x))
     if all(isinstance(leaf, PLAIN_VALUES) for leaf in found):

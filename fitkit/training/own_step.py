@@ -82,7 +82,6 @@ class OwnStep:
         self._has_loss = stage != "predict"
         self._stage = stage
         self._needs_loss = stage == "training" and model.automatic_optimization
-        self._is_first = True
         self.keeps: bool = self._has_loss and overridden(model, f"{stage}_epoch_end")
 
     def enter_again(self) -> None:
@@ -149,7 +148,6 @@ class OwnStep:
             if self._has_loss:
                 found = self._outcome(outputs, context.inside)
             context.inside = None
-        self._is_first = False
         return found
 
     def again(
@@ -210,7 +208,7 @@ class OwnStep:
             loss = found.reshape(())
         elif self._stage != "training" and isinstance(found, float):
             loss = torch.tensor(found)
-        if self._needs_loss and outputs is not None and (self._is_first or loss is None):
+        if self._needs_loss and outputs is not None and (loss is None or not loss.requires_grad):
             self._check(loss, found, outputs)
         said = said_count(outputs)
         if said is not None:

@@ -10,7 +10,7 @@ from fitkit.data.batches import unpack_batch
 from fitkit.data.to_device import LABEL_KEYS
 from fitkit.errors import ConfigurationError
 from fitkit.module import Module
-from fitkit.samples import counted, counted_in, plain_rows, said_by
+from fitkit.samples import counted, counted_in, said_by
 from fitkit.training.caller import caller_of
 from fitkit.typing import Tree
 
@@ -68,8 +68,6 @@ def counter_of(model: Module) -> Callable[[Any], int]:
     unpack = None if compilation.given.target is None else unpacker_of(model)
 
     def samples_of(batch: Tree) -> int:
-        if (rows := plain_rows(batch)) is not None:
-            return rows
         if unpack is not None and isinstance(batch, Mapping) and said_by(batch) is None:
             found = counted_in(*unpack(batch)[:2])
         else:

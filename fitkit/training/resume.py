@@ -7,7 +7,7 @@ from typing import Protocol
 
 from fitkit.arguments import describe
 from fitkit.callbacks import Callback
-from fitkit.checkpoint.folders import written_at
+from fitkit.checkpoint.disk import written_at
 from fitkit.data.arrays import fingerprints
 from fitkit.data.batches import Source
 from fitkit.errors import CheckpointError, ConfigurationError, warn

@@ -36,7 +36,7 @@ from fitkit.data.sources import (
 )
 from fitkit.errors import ConfigurationError
 from fitkit.guests import OpenedData
-from fitkit.losses.class_weights import ClassWeights
+from fitkit.losses.class_weights import ClassWeights, class_weights_of
 from fitkit.progress import Progress
 from fitkit.typing import Arrays, BatchData, Data, Verbose
 
@@ -144,7 +144,7 @@ class FitArguments:
         chosen_verbose(self.verbose)
         keep_checked(self, check_choice, "shuffle", choices=(True, False, "batch"))
         vars(self)["validation_freq"] = self._checked_validation_freq()
-        weights = None if self.class_weight is None else ClassWeights(self.class_weight)
+        weights = class_weights_of(self.class_weight)
         vars(self).update(callback_list=CallbackList(self.callbacks), weights_by_class=weights)
 
     def _checked_validation_freq(self) -> float | Collection[int] | Mapping[str, int]:

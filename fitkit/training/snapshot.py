@@ -17,6 +17,7 @@ import fitkit.checkpoint as files
 from fitkit.arguments import describe, plain_settings
 from fitkit.buffers import Place, restorer
 from fitkit.callbacks import History
+from fitkit.distributed.collectives import done_by_rank_zero
 from fitkit.errors import ArgumentTypeError, CheckpointError, FitkitError, warn
 from fitkit.fit_state import FitState
 from fitkit.module import Module
@@ -56,18 +57,11 @@ def save(model: Module, path: FilePath) -> None:
     """
     collectives = model._fitkit.compilation.strategy.collectives
     weights, state = contents(model, spread=files.is_folder_name(path))
-    if files.is_folder_name(path) or collectives.world_size == 1:
+    if files.is_folder_name(path):
         _write(model, path, weights, state)
         return
-    problem: BaseException | None = None
-    try:
-        _write(model, path, weights, state)
-    except Exception as error:
-        problem = error
     # The others wait until the file is written, and share its failure.
-    problem = collectives.broadcast(problem)
-    if problem is not None:
-        raise problem
+    done_by_rank_zero(collectives, lambda: _write(model, path, weights, state))
 
 
 def save_weights(model: Module, path: FilePath, *, trainable_only: bool = False) -> None:
@@ -84,7 +78,8 @@ def _write(model: Module, path: FilePath, weights: PlainData, state: PlainData |
     """Write a file, or a folder: within a run rank 0 writes the file, and all ranks the folder."""
     strategy, is_folder = model._fitkit.compilation.strategy, files.is_folder_name(path)
     if is_folder:
-        write = functools.partial(files.save_folder, path, weights, state, strategy.collectives)
+        save = files.folder_format(path).save
+        write = functools.partial(save, path, weights, state, strategy.collectives)
     elif state is None:
         write = functools.partial(files.save_weights, path, weights)
     else:

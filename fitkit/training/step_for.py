@@ -54,6 +54,7 @@ def step_for(
             averages=model._updates_all,
             may_count=counts,
             compiles=compiler is not None and compiler.compiles_updates(model),
+            apart=compilation.given.out_of_memory == "split",
         )
     else:
         wrapped = wrapped_for_evaluation(model)

@@ -21,12 +21,15 @@ from fitkit.buffers import Place, restorer
 from fitkit.data.batches import CountedSource, Source
 from fitkit.data.sharding import sharded
 from fitkit.distributed.strategies import Strategy
+from fitkit.distributed.world import in_own_group
 from fitkit.errors import ConfigurationError, OutOfMemoryError, is_out_of_memory
 from fitkit.hooks import evaluation_stage
 from fitkit.modes import in_use, weights_cast_anew
 from fitkit.module import Module, is_metric
+from fitkit.pulse import running
 from fitkit.training.compiler import compiler_of
 from fitkit.training.forks import FORK, Begun
+from fitkit.training.lone_watch import watch_calls
 from fitkit.training.memory_layout import laid_out, match_strides
 from fitkit.training.parts_of_batches import counter_of
 from fitkit.training.step_context import StepContext, as_current
@@ -57,6 +60,9 @@ def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Ite
         stack.enter_context(current(compilation.strategy.device))
         if not verb.endswith("_on_batch"):  # those read no data
             stack.enter_context(FORK.held(Begun))
+            stack.enter_context(running(verb))
+            if compilation.strategy.world.size == 1 and not in_own_group():
+                watch_calls()
         if verb == "fit":  # train_on_batch does this itself
             stack.enter_context(unchanged_on_error(model))
         try:

@@ -84,8 +84,12 @@ def updates_for(
         optimizers = [OptimizerList(optimizers)]
     scalings = state.scalings_for(strategy, len(optimizers) if model.automatic_optimization else 1)
     state.accumulate = accumulate or model._fitkit.compilation.given.accumulate_grad_batches
+    kind = Update
+    if model._fitkit.compilation.given.out_of_memory == "split":
+        from fitkit.extras.splitting import UpdateInParts as kind  # noqa: N813
+
     updates = [
-        Update(model, step, optimizer, scaling, rates, is_one_of_several=several)
+        kind(model, step, optimizer, scaling, rates, is_one_of_several=several)
         for optimizer, scaling in zip_longest(optimizers, scalings)
     ]
     if not model.automatic_optimization:
@@ -361,7 +365,9 @@ class Update:
         step, is_part = self.step, self.is_part
         with self._around_step() if self.accumulate > 1 else AS_IS:
             outcome = step(batch, index, is_part=is_part, **optimizer)
-            step.record(batch, outcome, record)
+            guard = self._fit_state.guard
+            if guard is None or guard.counts(self.optimizer, batch, outcome):
+                step.record(batch, outcome, record)
             outcome.outputs = None  # nothing more reads them, and they may be large
             if self._again is not None and outcome.loss is not None:
                 again = partial(step.again, batch, index, is_part=is_part, **optimizer)
@@ -384,11 +390,7 @@ class Update:
         weight.
         """
         if outcome.loss is None:
-            if not self._is_alone:
-                raise ConfigurationError(
-                    "training_step returned None to skip a batch, but several ranks make each "
-                    "step together. Return a loss of 0 * (the sum of the net's outputs) instead."
-                )
+            self.check_alone()
             return
         if not self.is_part:
             self._add_gradients(outcome.loss, count_in(batch, outcome.count))
@@ -402,6 +404,14 @@ class Update:
         self._batches += 1
         if self._batches == self.accumulate:
             self.finish()
+
+    def check_alone(self) -> None:
+        """Refuse a step without a loss where other ranks wait for its gradients."""
+        if not self._is_alone:
+            raise ConfigurationError(
+                "training_step returned None to skip a batch, but several ranks make each "
+                "step together. Return a loss of 0 * (the sum of the net's outputs) instead."
+            )
 
     def _weighing(self, batch: Batch, outcome: Outcome) -> Weighing:
         """Choose how the batches of a group weigh.

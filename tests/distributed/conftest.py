@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from fitkit.distributed.launchers.workers import end_workers
+from fitkit.extras.launchers.workers import end_workers
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -51,7 +51,13 @@ class Cut(Callback):
             raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("strategy", ["ddp_spawn", FSDPStrategy(wrap=None)], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param("ddp_spawn", marks=pytest.mark.slow, id="ddp"),
+        pytest.param(FSDPStrategy(wrap=None), id="fsdp"),
+    ],
+)
 def test_a_training_goes_on_from_one(tmp_path, strategy):
     def backup():
         return BackupAndRestore(tmp_path / "b", sharded=True, asynchronous=True, save_freq=4)
@@ -99,7 +105,7 @@ class Failing(Callback):
             checkpoint_writer.write_shard = self.real
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_fails_ends_the_fit_with_its_error(tmp_path, rank):
     saves = ModelCheckpoint(tmp_path / "{epoch}.dcp", asynchronous=True)
     with pytest.raises(CheckpointError, match=f"rank {rank}'s disk is full"):

@@ -263,7 +263,7 @@ def test_qadam_says_which_optimizer_it_needs():
     ("name", "failing"),
     [
         ("async", 1),
-        ("decentralized-shift_one", 0),
+        pytest.param("decentralized-shift_one", 0, marks=pytest.mark.slow),
         pytest.param("async", 0, marks=pytest.mark.slow),
         pytest.param("decentralized-shift_one", 1, marks=pytest.mark.slow),
         pytest.param("bytegrad", 0, marks=pytest.mark.slow),

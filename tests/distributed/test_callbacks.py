@@ -1,5 +1,7 @@
 """Callbacks on two real ranks: the same decisions everywhere, and the numbers of one process."""
 
+import math
+
 import pytest
 import torch
 
@@ -332,3 +334,32 @@ def test_self_log_at_an_epochs_end_is_the_value_of_all_ranks(tmp_path):
     assert history["ranks"] == [1.0, 3.0]
     assert history["zero"] == [7.0, 7.0] and history["val_rank"] == [0.5, 0.5]
     assert history["begun"] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_an_update_that_one_rank_makes_bad_is_left_out_on_all(every):
+    x, y = classification(64, 6, seed=3)
+    x[21] = math.nan  # in the third batch of 8: rank 0's second
+
+    def fitted(devices):
+        torch.manual_seed(0)
+        model = fitkit.Model(torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 3)))
+        model.compile(
+            "adam", "cross_entropy", accelerator="cpu", devices=devices,
+            accumulate_grad_batches=every * 2 // devices,
+        )  # fmt: skip
+        history = model.fit(
+            x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks="skip_bad_updates"
+        )
+        return model, history
+
+    with pytest.warns(UserWarning, match="x of sample 21 is nan at column 0"):
+        one, expected = fitted(1)
+    with pytest.warns(UserWarning, match="rank 0.*x of sample 21 is nan at column 0"):
+        two, found = fitted(2)
+    for name, tensor in one.net.state_dict().items():
+        assert tensor.isfinite().all()
+        torch.testing.assert_close(two.net.state_dict()[name], tensor)
+    assert found["skipped"] == expected["skipped"] == [1.0, 1.0]
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert [one["indices"] for one in found.skipped] == [list(range(16, 24))] * 2

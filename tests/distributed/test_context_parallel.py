@@ -294,7 +294,7 @@ REFUSED = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=() if number < 2 else pytest.mark.slow)
+        pytest.param(case, marks=() if number < 1 else pytest.mark.slow)
         for number, case in enumerate(REFUSED)
     ],
 )

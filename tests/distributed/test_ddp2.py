@@ -1,4 +1,4 @@
-"""DDP2 on two nodes of this machine: torchrun is started once for each."""
+"""DDP2 on two nodes of this machine: a rank on each, with what torchrun sets for it."""
 
 import contextlib
 import json
@@ -113,7 +113,7 @@ def expected_weights():
 
 
 def free_port():
-    """One that no outgoing connection takes in the seconds until torchrun listens there."""
+    """One that no outgoing connection takes in the seconds until rank 0 listens there."""
     while True:
         port = random.randrange(20000, 32000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -121,7 +121,7 @@ def free_port():
 
 
 def nodes_run(folder, text, nodes=2):
-    """Start torchrun once for each node; what each printed to stderr, and its exit status."""
+    """Start each node's rank as torchrun does; what each printed to stderr, and its exit status."""
     path = folder / "train.py"
     path.write_text(text)
     outside = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "FITKIT"))}
@@ -130,13 +130,13 @@ def nodes_run(folder, text, nodes=2):
     with contextlib.ExitStack() as stack:
         started = []
         for node in range(nodes):
-            command = [
-                sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}",
-                f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}",
-                "--nproc-per-node=1", str(path),
-            ]  # fmt: skip
+            own = {"RANK": node, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": node,
+                   "GROUP_WORLD_SIZE": nodes, "WORLD_SIZE": nodes,
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                   "TORCHELASTIC_RUN_ID": "ddp2"}  # fmt: skip
             process = subprocess.Popen(
-                command, cwd=folder, env=variables, text=True,
+                [sys.executable, str(path)], cwd=folder, text=True,
+                env={**variables, **{name: str(value) for name, value in own.items()}},
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )  # fmt: skip
             stack.callback(process.wait)

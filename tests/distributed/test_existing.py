@@ -43,13 +43,6 @@ def begin(tmp_path, text, launcher=(), **variables):
     )  # fmt: skip
 
 
-def torchrun(tmp_path, text):
-    options = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    with begin(tmp_path, text, [sys.executable, *options]) as process:
-        out, err = process.communicate(timeout=patience(80))
-    return process.returncode, out, err
-
-
 def assert_two_ranks_agree(tmp_path, in_group="False"):
     rows = [(tmp_path / f"rank{rank}.txt").read_text().split() for rank in (0, 1)]
     assert [row[:2] for row in rows] == [["2", "0"], ["2", "1"]]
@@ -57,17 +50,23 @@ def assert_two_ranks_agree(tmp_path, in_group="False"):
 
 
 def test_a_group_of_the_scripts_own_is_used_and_left_alone(tmp_path):
-    code, _, err = torchrun(
-        tmp_path,
-        f"""
+    text = f"""
         torch.distributed.init_process_group("gloo")
         {textwrap.indent(textwrap.dedent(NUMBERS), " " * 8).strip()}
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
         train()
-        """,
-    )
-    assert code == 0, err
+    """
+    job = {  # as torchrun sets them; test_launchers.py starts it itself
+        "TORCHELASTIC_RUN_ID": "7", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(),
+    }  # fmt: skip
+    processes = [begin(tmp_path, text, RANK=rank, LOCAL_RANK=rank, **job) for rank in "01"]
+    for process in processes:
+        with process:
+            _, err = process.communicate(timeout=patience(80))
+        assert process.returncode == 0, err
     assert_two_ranks_agree(tmp_path, in_group="True")
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fitkit
-from fitkit.distributed.first_forward import share_first_state
+from fitkit.extras.first_forward import share_first_state
 from tests.compiling import TRACED
 from tests.nets import regression
 

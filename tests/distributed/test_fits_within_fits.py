@@ -21,9 +21,7 @@ STRATEGIES = {
 
 def compiled(strategy, net=None):
     model = fitkit.Model(dense(4, 3, 1) if net is None else net)
-    model.compile(
-        "sgd", "mse", learning_rate=0.05, accelerator="cpu", devices=2, strategy=strategy
-    )
+    model.compile("sgd", "mse", learning_rate=0.05, accelerator="cpu", devices=2, strategy=strategy)
     return model
 
 
@@ -85,9 +83,10 @@ def test_between_calls_a_strategy_has_nothing_of_them(strategy):
     if strategy != "context_parallel":  # which refuses a net without tokens
         fit(model)
         assert settings_of(own) == before
-    with pytest.raises((ArithmeticError, fitkit.ConfigurationError)):
-        fit(model, callbacks=LambdaCallback(on_train_batch_end=fail))
-    assert settings_of(own) == before
+    if strategy in ("ddp_sharded", "context_parallel"):  # each error costs new workers
+        with pytest.raises((ArithmeticError, fitkit.ConfigurationError)):
+            fit(model, callbacks=LambdaCallback(on_train_batch_end=fail))
+        assert settings_of(own) == before
 
 
 def single_updates(model):

@@ -273,7 +273,7 @@ def test_a_rank_that_cannot_write_fails_the_save_everywhere_and_leaves_nothing(t
     model.compile("adam", "cross_entropy", **on(2))
 
     def look(epoch, logs):
-        import fitkit.checkpoint.sharded_folder as writer
+        import fitkit.extras.dcp.sharded_folder as writer
 
         def full(*given):
             raise OSError(28, "No space left")
@@ -695,11 +695,12 @@ UNTRAINABLE = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=() if case == "adafactor" else pytest.mark.slow)
+        case
         for case in UNTRAINABLE
         if case != "compiled part"  # workers would get it as it was before
     ],
 )
+@pytest.mark.slow
 def test_what_cannot_be_trained_so_is_refused(case):
     make, options, message = UNTRAINABLE[case]
     model = make()

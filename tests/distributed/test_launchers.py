@@ -14,14 +14,16 @@ import pytest
 import torch
 
 import fitkit
+from tests.distributed.test_script import SAVES
 from tests.limits import patience
 
 pytestmark = pytest.mark.timeout(90)
 
 SCRIPT = """
-    import os
+    import os, time
     import torch, fitkit
     from fitkit.callbacks import LambdaCallback
+    rank = int(os.environ["RANK"])
     torch.manual_seed(0)
     x, y = torch.randn(103, 6), torch.randint(3, (103,))
     model = fitkit.Model(torch.nn.Linear(6, 3))
@@ -35,6 +37,10 @@ SCRIPT = """
         except fitkit.ConfigurationError as error:
             refused.append(str(error).splitlines()[0])
     compile()
+    def again_compiled():
+        again = fitkit.Model(torch.nn.Linear(6, 3))
+        again.compile("sgd", "cross_entropy", accelerator="cpu")
+        return again
     def train(**arguments):
         model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, **arguments)
     train()
@@ -44,9 +50,12 @@ SCRIPT = """
     seen = all(name in os.environ for name in names)
     with open(f"rank{model.global_rank}.txt", "w") as file:
         print(model.world_size, loss, accuracy, rows, seen, *refused, sep="\\n", file=file)
+    trained = model
+    SAVES
     def fail(epoch, logs):
         open("failed", "w").close()
         raise KeyError("mine")
+    model = trained
     train(callbacks=LambdaCallback(on_epoch_end=fail) if model.global_rank == 1 else None)
 """
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -57,7 +66,8 @@ def ended(tmp_path_factory):
     """A run of torchrun: its folder, its status and what it wrote to standard error."""
     folder = tmp_path_factory.mktemp("torchrun")
     path = folder / "train.py"
-    path.write_text(textwrap.dedent(SCRIPT))
+    saves = textwrap.dedent(SAVES).replace("compiled()", "again_compiled()").strip()
+    path.write_text(textwrap.dedent(SCRIPT).replace("SAVES\n", saves + "\n"))
     inherited = {name: value for name, value in os.environ.items() if name != "FITKIT_LAUNCHED"}
     done = subprocess.run(
         [sys.executable, *TORCHRUN, str(path)],
@@ -94,6 +104,13 @@ def test_what_was_started_and_what_is_asked_must_agree_on_every_rank(ended):
         for devices, message in ((1, alone), (3, three)):
             assert message.startswith("torchrun") and "started 2 processes" in message
             assert f"devices={devices}" in message
+
+
+def test_every_rank_reads_what_rank_0_has_saved(ended):
+    folder = ended[0]
+    assert (folder / "alone.h5").exists()
+    assert (folder / "read0.txt").read_text().startswith("CheckpointError")
+    assert (folder / "read1.txt").read_text().startswith("WorkerError: Rank 0 failed (CheckpointEr")
 
 
 def test_a_rank_that_fails_is_named_by_the_others(ended):

@@ -134,7 +134,7 @@ def test_a_steps_value_with_sync_dist_is_that_of_all_ranks():
     assert history["alone_epoch"] == [1.5] and history["first"] == [1.0]
 
 
-@pytest.mark.parametrize("on_step", [True, False])
+@pytest.mark.parametrize("on_step", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_ranks_that_log_other_names_with_sync_dist_end_the_call(on_step):
     class Own(Classifier):
         def training_step(self, batch, batch_idx):

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import fitkit
-from fitkit.distributed.launchers import workers
+from fitkit.extras.launchers import workers
 from tests.nets import dense, normal
 
 pytestmark = pytest.mark.timeout(90)
@@ -172,6 +172,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_each_rank_of_a_script_reads_the_loop_and_rank_zero_writes(tmp_path):
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
     done = subprocess.run(

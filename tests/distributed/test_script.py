@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from fitkit.distributed.launchers.script import what_runs_instead_of_a_script
+from fitkit.extras.launchers.script import what_runs_instead_of_a_script
 from tests.limits import patience
 
 pytestmark = pytest.mark.timeout(90)
@@ -242,13 +242,10 @@ SAVES = """
 """
 
 
-@pytest.mark.parametrize(
-    "by_torchrun", [pytest.param(False, marks=pytest.mark.slow), True]
-)
-def test_every_rank_reads_what_rank_0_has_saved(start, tmp_path, by_torchrun):
-    script = SAVES.replace("compiled()", "compiled(strategy='ddp')")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py")
-    process = start(script, *(torchrun if by_torchrun else ()))
+@pytest.mark.slow
+def test_every_rank_reads_what_rank_0_has_saved(start, tmp_path):
+    """Ranks of torchrun, too: test_launchers.py."""
+    process = start(SAVES.replace("compiled()", "compiled(strategy='ddp')"))
     output, errors = process.communicate(timeout=patience(80))
     assert process.returncode == 0, output + errors
     assert (tmp_path / "alone.h5").exists()

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from fitkit.distributed.launchers.meeting_folder import process_name
+from fitkit.distributed.launchers.private_folder import process_name
 from fitkit.extras import free_devices
 from tests.limits import patience
 

@@ -10,7 +10,7 @@ from tests.limits import patience
 
 pytestmark = pytest.mark.timeout(240)
 
-SCRIPT = '''
+SCRIPT = """
 import collections, dataclasses, multiprocessing, sys
 import torch, fitkit
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -86,12 +86,10 @@ if __name__ == "__main__":
     found = trained(batches).predict(batches, verbose=0)
     assert len(found) and all(isinstance(one, Pair) for one in found)
     print("done")
-'''
+"""
 
 
-@pytest.mark.parametrize(
-    "strategy", [pytest.param("ddp_spawn", marks=pytest.mark.slow), "ddp"]
-)
+@pytest.mark.parametrize("strategy", [pytest.param("ddp_spawn", marks=pytest.mark.slow), "ddp"])
 def test_every_way_finds_them(strategy, tmp_path):
     """Workers have them by value; ranks that run the script have their own."""
     (tmp_path / "train.py").write_text(SCRIPT)

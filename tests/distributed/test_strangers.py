@@ -14,8 +14,8 @@ import torch
 import fitkit
 from fitkit.callbacks import LambdaCallback
 from fitkit.distributed import collectives, world
-from fitkit.distributed.launchers.meeting_folder import private_folder
-from fitkit.distributed.launchers.workers import end_workers
+from fitkit.distributed.launchers.private_folder import private_folder
+from fitkit.extras.launchers.workers import end_workers
 from tests.limits import patience
 
 pytestmark = [
@@ -102,7 +102,7 @@ def train(callbacks=None, strategy="ddp_spawn", **arguments):
     return model.fit(x, y, callbacks=callbacks, **fit).history["loss"]
 
 
-@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_sharded", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "fsdp"])
 def test_a_stranger_finds_no_store_of_workers_and_disturbs_nothing(strategy):
     seen = []
 
@@ -186,7 +186,6 @@ def test_an_object_from_outside_the_run_is_refused_before_it_is_unpickled(tmp_pa
     with pytest.raises(fitkit.WorkerError, match="refused and not unpickled"):
         model.fit(*data(), verbose=0, callbacks=LambdaCallback(on_epoch_end=forge))
     assert not (tmp_path / f"ran-{caller}").exists()
-    assert train()  # the next call works
 
 
 def test_a_connection_that_is_cut_is_told_as_that_and_not_as_a_timeout():

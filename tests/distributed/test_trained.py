@@ -77,6 +77,35 @@ def test_a_loss_begins_with_rank_zeros_buffers_in_double_precision():
     assert its.centre.dtype is loss.centre.dtype is torch.float64
 
 
+class Scaled(nn.Module):
+    """A loss that is another one in each process that gets it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.scale.data = self.scale.data * 3
+
+    def forward(self, prediction, target):
+        return F.cross_entropy(prediction * self.scale, target)
+
+
+def test_ranks_begin_with_rank_zeros_loss():
+    reference, theirs = net(), Scaled()
+    optimizer = optim.SGD([*reference.parameters(), *theirs.parameters()], 0.1)
+    for x, y in slices(X, Y, 12):
+        optimizer.zero_grad()
+        theirs(reference(x), y).backward()
+        optimizer.step()
+    model, loss = fitkit.Model(net()), Scaled()
+    model.compile("sgd", [loss], learning_rate=0.1, **TWO)
+    fit(model)
+    assert_same_weights(model.net, reference, atol=1e-12)
+    assert_same_weights(loss, theirs, atol=1e-12)
+
+
 OPTIMIZERS = {"attribute": Shrinking, "inside": Lookahead, "hook": hooked}
 
 

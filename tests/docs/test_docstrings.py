@@ -35,6 +35,7 @@ NEEDS = {
     "fitkit.sklearn": "sklearn",
     "fitkit.extras.pictures.confusion_matrix": "matplotlib",
     "fitkit.extras.pictures.curves": "matplotlib",
+    "fitkit.extras.pictures.run_values": "matplotlib",
 }
 """Modules that need an optional package, when they are imported or in their examples."""
 MISSING = tuple(name for name, package in NEEDS.items() if not importlib.util.find_spec(package))

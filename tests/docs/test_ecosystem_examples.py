@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
         ("hugging_face.py", "transformers", ["--epochs", "1"]),
         ("sklearn_pipeline.py", "sklearn", []),
         ("optuna_search.py", "optuna", []),
+        ("better_or_luck.py", "sklearn", []),
     ],
 )  # fmt: skip
 def test_an_example_keeps_its_promise(tmp_path, name, package, arguments):

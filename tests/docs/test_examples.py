@@ -78,6 +78,7 @@ def test_vowels_of_uneven_length_tell_their_speakers(tmp_path):
     assert accuracy > 96 and 94 < baseline < 97
 
 
+@pytest.mark.slow
 def test_a_net_is_as_good_as_ridge_regression_on_diabetes(tmp_path):
     printed = run("diabetes.py", tmp_path)
     assert number(printed, "net   R2") == pytest.approx(number(printed, "ridge R2"), abs=0.04)
@@ -191,6 +192,7 @@ def test_the_image_recipe_helps_and_is_the_loop_by_hand(tmp_path):
     assert with_it > without
 
 
+@pytest.mark.slow
 def test_the_autoencoder_loses_less_than_pca(tmp_path):
     printed = run("autoencoder.py", tmp_path, "--epochs", "20")
     assert "360 images as 8 numbers" in printed

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 import fitkit
-from fitkit.distributed.launchers.workers import end_workers
+from fitkit.extras.launchers.workers import end_workers
 from fitkit.strategies import DeepSpeedStrategy
 from tests.limits import patience
 from tests.nets import classes_in_turn, dense

@@ -66,7 +66,7 @@ def test_a_later_batch_is_checked_on_its_way(kind, mine):
     def batches(*parts):
         if kind == "loader":
             return DataLoader(TensorDataset(*parts), 250)
-        return [tuple(part[i:i + 250].numpy() for part in parts) for i in (0, 250)]
+        return [tuple(part[i : i + 250].numpy() for part in parts) for i in (0, 250)]
 
     model = (Mine if mine else fitkit.Model)(nn.Linear(8, 3))
     model.compile("sgd", lambda p, t: nn.functional.cross_entropy(p, t), **ONE)

@@ -17,8 +17,8 @@ from torch import nn
 import fitkit
 from fitkit.callbacks import Callback
 from fitkit.distributed import world
-from fitkit.distributed.launchers.workers import end_workers
 from fitkit.distributed.world import World
+from fitkit.extras.launchers.workers import end_workers
 from tests.nets import classification
 
 X, Y = classification(64, 6)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fitkit
-from fitkit.distributed.launchers.workers import end_workers
+from fitkit.extras.launchers.workers import end_workers
 from fitkit.strategies import FSDPStrategy
 from tests.nets import classification
 

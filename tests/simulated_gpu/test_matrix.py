@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import fitkit
-from fitkit.distributed.launchers.workers import end_workers
+from fitkit.extras.launchers.workers import end_workers
 
 ROWS, SIZE = 32, 8
 ONE = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(1))

@@ -95,7 +95,7 @@ PLACES = {
     "metrics/conversions.py": {"_check_targets", "_is_between_0_and"},  # the same
     "metrics/group.py": {"_plain", "loss_sums"},  # results at the end
     "metrics/sums.py": {"result", "to"},
-    "metrics/torchmetrics_adapter.py": {"update", "to", "_counts_nothing"},  # the first batch
+    "extras/torchmetrics_objects.py": {"update", "to", "_counts_nothing"},  # the first batch
     "training/log.py": {"sums"},  # results at the end
     "training/tally.py": {"per_sample"},  # the labels of an accumulated update's first batch
     "extras/jit/optimizer.py": {"<setcomp>", "__init__"},  # compiling

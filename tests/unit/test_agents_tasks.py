@@ -17,7 +17,9 @@ def runner():
     runner.close()
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(  # ranks have tests enough
+    params=[pytest.param(n, marks=pytest.mark.slow if n == "two_processes" else ()) for n in NAMES]
+)
 def one(request):
     one = task(request.param)
     for package in one.needs:

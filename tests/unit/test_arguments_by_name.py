@@ -34,7 +34,12 @@ def test_fit_evaluate_and_predict_have_those_of_theirs():
     assert parameters_of("fit").keys() - fields_of(FitArguments).keys() == {"resume_from"}
     assert fields_of(FitArguments).keys() <= parameters_of("fit").keys()
     both = parameters_of("evaluate").keys() | parameters_of("predict").keys()
-    assert both - fields_of(EvaluateArguments).keys() == {"return_dict", "as_numpy", "out"}
+    assert both - fields_of(EvaluateArguments).keys() == {
+        "return_dict",
+        "interval",
+        "as_numpy",
+        "out",
+    }
     assert fields_of(EvaluateArguments).keys() <= both
 
 

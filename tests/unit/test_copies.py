@@ -1,9 +1,11 @@
 """A copy of a model trains as the original does, whenever and however it was made."""
 
+import ast
 import copy
 import pickle
 import threading
 from functools import partial
+from pathlib import Path
 
 import cloudpickle
 import pytest
@@ -224,10 +226,25 @@ def test_an_estimator_that_was_copied_learns_on(way):
     sklearn = pytest.importorskip("fitkit.sklearn")
     x, y = X.numpy(), Y.numpy().ravel()
     one, other = (
-        sklearn.Regressor(dense(4, 1), random_state=0, epochs=2, verbose=0)
-        for _ in range(2)
+        sklearn.Regressor(dense(4, 1), random_state=0, epochs=2, verbose=0) for _ in range(2)
     )
     one.fit(x, y), other.fit(x, y)
     made = WAYS[way](one)
     made.partial_fit(x, y), other.partial_fit(x, y)
     assert (made.predict(x) == other.predict(x)).all()
+
+
+def test_one_account_says_what_copies_pickles_and_ranks_get():
+    """Each class of the core that says it has a row in docs/architecture.md."""
+    says = {"__getstate__", "__copy__", "__deepcopy__", "__reduce__", "_state_for_ranks"}
+    core, found = Path(fitkit.__file__).parent, set()
+    for path in core.rglob("*.py"):
+        if "extras" not in path.parts:
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    methods = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
+                    found |= {node.name} if methods & says else set()
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    table = page.split("## What copies, pickles and ranks get")[1].split("\n## ")[0]
+    assert {name for name in found if f"`{name}`" not in table} == set()
+    assert "MadeAnew" in found

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fitkit.distributed.collectives import pack, unpack
-from fitkit.distributed.launchers.payload import Payload, load
+from fitkit.extras.launchers.payload import Payload, load
 from fitkit.tensors import bytes_of
 
 TENSORS = {

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+from fitkit.registry import Registry
+
 Result = TypeVar("Result")
 
 
 class Launcher(Protocol):
-    """Makes one call on every rank of a run."""
+    """Makes one call on every rank of a run.
+
+    Attributes:
+        sends_calls: whether the other ranks get the call, with its data, from rank 0.
+    """
+
+    sends_calls: bool
 
     def launch(self, verb: str, function: Callable[..., Result], *args: Any) -> Result:
         """Call `function(*args)` on every rank; return what this rank's call gave.
@@ -26,6 +34,8 @@ class Launcher(Protocol):
 class InlineLauncher:
     """The caller's process is the only rank."""
 
+    sends_calls: bool = False
+
     def launch(self, verb: str, function: Callable[..., Result], *args: Any) -> Result:
         """Call `function(*args)` here."""
         return function(*args)
@@ -33,3 +43,10 @@ class InlineLauncher:
     def on_rank_zero(self, what: str, work: Callable[[], None]) -> None:
         """Do it here."""
         work()
+
+
+LAUNCHERS: Registry[Callable[[Any, int, bool], Launcher]] = Registry("launcher")
+"""What starts ranks: called with the strategy, how many there are, and whether to show what the
+others print."""
+LAUNCHERS.promise("fitkit.extras.launchers.script:started", "script")
+LAUNCHERS.promise("fitkit.extras.launchers.workers:WorkersLauncher", "workers")

@@ -33,7 +33,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from fitkit.distributed.cluster import Cluster, Environment, LaunchVariables
 from fitkit.distributed.launchers.meeting import COMMON, Meeting
-from fitkit.distributed.launchers.meeting_folder import parent_of, private_folder, process_name
+from fitkit.distributed.launchers.private_folder import parent_of, private_folder, process_name
 from fitkit.distributed.launchers.watch import first_line
 from fitkit.distributed.stores import Patience
 from fitkit.errors import ConfigurationError, WorkerError, with_code

@@ -30,6 +30,7 @@ from fitkit.distributed.launchers.watch import (
 from fitkit.distributed.stores import Patience
 from fitkit.distributed.world import World
 from fitkit.errors import ConfigurationError, WorkerError
+from fitkit.pulse import silence_s
 
 Result = TypeVar("Result")
 
@@ -87,6 +88,8 @@ class RankLauncher:
     ends_process = True
     """Whether a process that doesn't come out of a call after another's failure may be ended."""
 
+    sends_calls: bool = False
+
     def __init__(
         self,
         strategy: JoinsRanks,
@@ -131,12 +134,19 @@ class RankLauncher:
         self, verb: str, function: Callable[..., Result], arguments: tuple[Any, ...]
     ) -> Result:
         """Return a call for which the ranks meet, and enter a process group."""
-        self._store, self._done = None, {}
+        self._store, self._done, quiet_s = None, {}, silence_s()
         rank, size = self.strategy.world.rank, self.strategy.world.size
         with self.others.during_call():
             store = self._meet(verb)
             with Watch(
-                store, rank, size, self.others.lost, world.abort, self.ends_process
+                store,
+                rank,
+                size,
+                self.others.lost,
+                world.abort,
+                self.ends_process,
+                quiet_s,
+                sees_waits=self.strategy.device.type == "cpu",
             ) as watch:
                 try:
                     self.strategy.join(store)

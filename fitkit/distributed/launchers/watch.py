@@ -16,19 +16,22 @@ import dataclasses
 import json
 import os
 import re
-import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
+from fitkit.distributed.launchers.asking import ANSWER_S, Asking, Report
 from fitkit.distributed.stores import longest_pause
 from fitkit.errors import WorkerError, with_code
 from fitkit.printing import say
+
+if TYPE_CHECKING:
+    from fitkit.extras.whereabouts import Standing
 
 PERIOD_S = 0.5
 """Between two looks while all is well."""
@@ -38,8 +41,6 @@ REPORT_S = 10.0
 """How long a rank tries to write down its failure before it leaves; a busy machine may be slow."""
 SILENCE_S = 3.0
 """How long a rank waits for the word of one that failed."""
-ANSWER_S = 1.5
-"""How long a rank may take to say where it is."""
 END_EXCHANGES_AFTER_S = 3.0
 """How long after another's failure a rank may stay in an exchange before that is ended."""
 LAST_RESORT_S = 30.0
@@ -104,6 +105,8 @@ class Watch:
         lost: a function that returns the failure of a rank that has ended, if known here.
         end_exchanges: a function that ends this process's exchanges.
         ends_process: whether this process may be ended if it doesn't return from the call.
+        quiet_s: after how many seconds without a batch the ranks' places are printed; 0 for never.
+        sees_waits: as in `Asking`.
 
     Attributes:
         failure: the first failure, as far as known here.
@@ -111,6 +114,7 @@ class Watch:
         began: the start on the monotonic clock.
         elsewhere: the other ranks' exchanges that failed, too, without a failure found by `cause`:
             the reason and the place, by rank. Only the first one and a few others are kept.
+        asking: asks the ranks where they are.
     """
 
     def __init__(
@@ -121,6 +125,8 @@ class Watch:
         lost: Callable[[], Failure | None],
         end_exchanges: Callable[[], None],
         ends_process: bool = True,
+        quiet_s: float = 0.0,
+        sees_waits: bool = False,
     ) -> None:
         self.failure: Failure | None = None
         self.exchanges_ended: bool = False
@@ -130,13 +136,15 @@ class Watch:
         self._lost = lost
         self._end_exchanges = end_exchanges
         self._ends_process = ends_process
-        self._caller = threading.get_ident()
+        self.asking: Asking = Asking(
+            self._store, rank, size, threading.get_ident(), quiet_s, sees_waits
+        )
         self._local: Failure | None = None
-        self.elsewhere: dict[int, tuple[str, str]] = {}
+        self.elsewhere: dict[int, tuple[str, Standing]] = {}
         self.began: float = time.monotonic()
-        self._error = self._place = ""  # of an exchange that broke here
+        self._error = ""  # of an exchange that broke here
         self._error_at = self._failure_at = 0.0
-        self._asked = self._answered = False
+        self._question: int | None = None
         self._reported, self._explained = threading.Event(), threading.Event()
         self._wake, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="fitkit-watch", daemon=True)
@@ -166,11 +174,17 @@ class Watch:
 
     def cause(self, error: BaseException) -> Failure | None:
         """Why an exchange broke; None where all ranks are there and none knows."""
-        self._place = "".join(traceback.format_exception(error))
+        from fitkit.extras.whereabouts import standing_at
+
+        self.asking.standing = standing_at(error, self.asking.still)
         self._error = first_line(error)
         self._wake.set()
         self._explained.wait(SILENCE_S + ANSWER_S + REPORT_S)
         return self.failure
+
+    def before(self, ranks: list[int]) -> dict[int, Standing | None]:
+        """Return where ranks were when they were asked last before an exchange broke, if ever."""
+        return self.asking.answers(self._question - 1, ranks) if self._question else {}
 
     # ------------------------------------------------------------------ in the thread
 
@@ -200,9 +214,11 @@ class Watch:
             failure = failure.write(self._store)
         if failure is not None:
             self._found(failure)
-        if not self._answered and self._store.check(["where"]):
-            self._store.set(f"stack/{self._rank}", self._stack())
-            self._answered = True
+        self.asking.answer()
+        if self.failure is None and not self._error:
+            report = self.asking.look()
+            if report is not None and report.never_ends:
+                self._found(_never_ends(report).write(self._store))
         if self._error and self.failure is None and not self._explained.is_set():
             self._find_missing()
 
@@ -214,23 +230,23 @@ class Watch:
 
     def _find_missing(self) -> None:
         """Nobody has said anything yet: after a while, see who is missing."""
-        now = time.monotonic()
+        now, standing = time.monotonic(), self.asking.standing
+        assert standing is not None
         if not self._error_at:
             self._error_at = now
-            self._store.set(f"broke/{self._rank}", json.dumps([self._error, self._place]))
+            self._store.set(f"broke/{self._rank}", json.dumps([self._error, standing.as_text()]))
             self._store.compare_set("broke first", "", str(self._rank))
-        elif not self._asked and now - self._error_at > SILENCE_S:
-            self._store.set("where", "")
-            self._asked = True
-        elif self._asked and now - self._error_at > SILENCE_S + ANSWER_S:
+        elif self._question is None and now - self._error_at > SILENCE_S:
+            self._question = self.asking.ask()
+        elif self._question is not None and now - self._error_at > SILENCE_S + ANSWER_S:
             missing = self._silent(self._others)
             if missing:
-                self._found(self._missing(missing))
+                self._found(self._missing(missing, self._question))
             first = int(self._store.get("broke first"))
             others = sorted(set(self._others).difference(missing), key=lambda r: (r != first, r))
             for rank in others[:SHOWN]:
                 error, place = json.loads(self._store.get(f"broke/{rank}"))
-                self.elsewhere[rank] = error, place
+                self.elsewhere[rank] = error, type(standing).from_text(place)
             self._explained.set()
 
     def _silent(self, ranks: list[int]) -> list[int]:
@@ -245,23 +261,24 @@ class Watch:
         middle = len(ranks) // 2
         return [*self._silent(ranks[:middle]), *self._silent(ranks[middle:])]
 
-    def _missing(self, ranks: list[int]) -> Failure:
+    def _missing(self, ranks: list[int], question: int) -> Failure:
         """Return the failure of ranks that neither failed nor saw an exchange fail."""
-        stacks = {
-            rank: self._store.get(f"stack/{rank}").decode()
-            for rank in ranks[:SHOWN]
-            if self._store.check([f"stack/{rank}"])
-        }
+        from fitkit.extras.whereabouts import lines
+
+        others = [rank for rank in self._others if rank not in ranks]
+        shown = sorted({*ranks[:SHOWN], self._rank, *others[: SHOWN - 1]})
+        found = self.asking.answers(question, shown)
+        stacks = {rank: one.stack for rank in ranks[:SHOWN] if (one := found[rank]) is not None}
         silent = [rank for rank in ranks[:SHOWN] if rank not in stacks]
         if silent:
-            return Failure(
-                silent[0],
+            what = (
                 f"Rank {silent[0]} doesn't answer and gave no reason: it has ended, its process "
-                f"is stopped, or its machine is out of reach ({self._error}).",
+                f"is stopped, or its machine is out of reach ({self._error})."
             )
+            return Failure(silent[0], what, lines(found))
         places = "\n".join(f"Rank {rank} is here:\n{stack}" for rank, stack in stacks.items())
         what = f"Rank {ranks[0]} did not take part in an exchange in time ({self._error})."
-        return Failure(ranks[0], with_code(what, "FK042"), places)
+        return Failure(ranks[0], with_code(what, "FK042"), f"{lines(found)}\n\n{places}")
 
     def _end_call(self, failure: Failure) -> None:
         """Another rank has failed: this one must come out of the call."""
@@ -278,9 +295,20 @@ class Watch:
             say(f"{message}\n{failure.text}", stream="stderr")
             os._exit(1)
 
-    def _stack(self) -> str:
-        frame: Any = sys._current_frames().get(self._caller)
-        return "".join(traceback.format_stack(frame)) if frame else "nowhere: its thread has ended"
+
+def _never_ends(report: Report) -> Failure:
+    """Return the failure of ranks that were seen several times to wait for each other."""
+    answers = {rank: one for rank, one in report.found.items() if one is not None}
+    what = (
+        f"{report.text.removeprefix('fitkit: ')} One of them makes a call that the others don't, "
+        "for example under `if model.is_global_zero:`."
+    )
+    return Failure(max(answers), with_code(what, "FK043"), _stacks(answers))
+
+
+def _stacks(found: Mapping[int, Standing]) -> str:
+    shown = sorted(found.items())[:SHOWN]
+    return "\n".join(f"Rank {rank} waited here:\n{one.stack}" for rank, one in shown)
 
 
 def broken_exchange(rank: int, error: BaseException, watch: Watch) -> Failure:
@@ -291,25 +319,70 @@ def broken_exchange(rank: int, error: BaseException, watch: Watch) -> Failure:
         error: that of the exchange, here.
         watch: has looked for a cause.
     """
-    local = first_line(error)
-    lines = [local, *(line for line, _ in watch.elsewhere.values())]
-    places = {rank: "".join(traceback.format_exception(error))}
-    places.update((other, place) for other, (_, place) in watch.elsewhere.items())
-    if any(re.search("timed? ?out", line, re.IGNORECASE) for line in lines):
-        what = (
-            "The ranks waited for each other in different exchanges until the strategy's timeout "
-            f"({local}). One of them makes a call that the others don't, for example under `if "
-            "model.is_global_zero:`, or is too slow, or its machine is out of reach."
-        )
+    from fitkit.extras.whereabouts import lines, same_place
+
+    assert watch.asking.standing is not None
+    errors = {rank: first_line(error)}
+    errors.update((other, line) for other, (line, _) in watch.elsewhere.items())
+    found = {rank: watch.asking.standing}
+    found.update((other, place) for other, (_, place) in watch.elsewhere.items())
+    text = f"{lines(found)}\n\n{_stacks(found)}"
+    if any(map(_is_timeout, errors.values())):
+        what = _timed_out(errors, same_place(found.values()))
+        if before := watch.before(sorted(found)):
+            text = f"{lines(found)}\nBefore that:\n{lines(before)}\n\n{_stacks(found)}"
+        if same_place(found.values()) is False:
+            what = with_code(what, "FK043")
     else:
         what = (
-            f"The connection between ranks was closed although no rank failed: {local}, after "
-            f"{time.monotonic() - watch.began:.0f} s of this call. Another program, a firewall or "
-            "the network may have closed it. Start the call again; resume_from continues from a "
-            "checkpoint."
+            f"The connection between ranks was closed although no rank failed: {errors[rank]}, "
+            f"after {time.monotonic() - watch.began:.0f} s of this call. Another program, a "
+            "firewall or the network may have closed it. Start the call again; resume_from "
+            "continues from a checkpoint."
         )
-    waited = (f"Rank {number} waited here:\n{place}" for number, place in sorted(places.items()))
-    return Failure(max(places), what, "\n".join(waited))
+    return Failure(max(found), what, text)
+
+
+def _timed_out(errors: Mapping[int, str], is_one_place: bool | None) -> str:
+    """Say why an exchange timed out, by the ranks' errors and whether they were at one place."""
+    waited = [rank for rank, line in errors.items() if _is_timeout(line)]
+    first = errors[waited[0]]
+    limit = _seconds(first)
+    if is_one_place is False:
+        return (
+            f"The ranks waited for each other in different exchanges until {limit} ({first}). One "
+            "of them makes a call that the others don't, for example under `if "
+            "model.is_global_zero:`, or is too slow, or its machine is out of reach."
+        )
+    late = sorted(set(errors).difference(waited))
+    if is_one_place and late:
+        who = (
+            f"Rank {late[0]}" if len(late) == 1 else f"One of the ranks {', '.join(map(str, late))}"
+        )
+        return (
+            f"{who} came to an exchange more than {limit} after rank {waited[0]}, which had "
+            f"stopped waiting ({first}). If that is no mistake, allow more time by "
+            "DDPStrategy(timeout=seconds)."
+        )
+    if is_one_place:
+        return (
+            f"All ranks waited in the same exchange until {limit} ({first}), so what they send "
+            "doesn't arrive: the network, or a machine that is out of reach."
+        )
+    return (
+        f"The ranks waited for each other until {limit} ({first}). One of them makes a call that "
+        "the others don't, or is too slow, or its machine is out of reach."
+    )
+
+
+def _is_timeout(line: str) -> bool:
+    return re.search("timed? ?out", line, re.IGNORECASE) is not None
+
+
+def _seconds(line: str) -> str:
+    """Return the limit that an error of torch names, in seconds."""
+    found = re.search(r"(\d+) ?ms|\(ms\)=(\d+)", line)
+    return f"{int(found[1] or found[2]) / 1000:g} s" if found else "the strategy's timeout"
 
 
 BROKEN_EXCHANGE = (

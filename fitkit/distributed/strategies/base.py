@@ -85,6 +85,9 @@ class Strategy:
     has_engine = False
     """Whether a training may have an engine, which then decides how weights are stored."""
 
+    cuts_batches = False
+    """Whether a rank may compute its batch in parts: nothing is exchanged within a batch then."""
+
     def __init__(self) -> None:
         self.devices: tuple[torch.device, ...] = (torch.device("cpu"),)
         self.device_ids: tuple[int, ...] = (0,)
@@ -184,6 +187,7 @@ class Strategy:
         averages: bool = True,
         may_count: bool = False,
         compiles: bool = False,
+        apart: bool = False,
     ) -> WrappedModel:
         """Return the model as training steps call it.
 
@@ -193,6 +197,7 @@ class Strategy:
             may_count: whether losses may be means over something other than samples.
             compiles: whether a step is compiled as a whole if nothing acts within it. The loop then
                 averages all gradients in one exchange, and `shared_buffers` of the result says so.
+            apart: whether the loop must do so, because ranks compute their batches in parts.
 
         Ranks:
             Collective.
@@ -329,7 +334,8 @@ class SingleDevice(Strategy):
     """
 
     name = "single_device"
-    most_devices = 1
+    most_devices: int | None = 1
+    cuts_batches = True
 
     def connect(self, assignment: Assignment) -> Strategy:
         count = len(assignment.devices)

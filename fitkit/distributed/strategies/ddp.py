@@ -19,17 +19,13 @@ from fitkit import trees
 from fitkit.accelerators import is_accelerator
 from fitkit.arguments import check_choice, check_count, check_flag, check_number
 from fitkit.distributed.collectives import Collectives, Solo
-from fitkit.distributed.first_forward import share_first_state
-from fitkit.distributed.launchers import InlineLauncher
+from fitkit.distributed.launchers import LAUNCHERS, InlineLauncher, Launcher
 from fitkit.distributed.launchers.process import check_output, shows_all
 from fitkit.distributed.launchers.ranks import RankLauncher
-from fitkit.distributed.launchers.script import ScriptLauncher, what_runs_instead_of_a_script
-from fitkit.distributed.launchers.workers import WorkersLauncher
-from fitkit.distributed.sparse_gradients import mean_sparse_gradients, sparse_layers
 from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.world import World, enter, in_own_group, leave, place_among
 from fitkit.distributed.wrapped_model import StepRouter, WrappedModel
-from fitkit.errors import ConfigurationError, warn_once
+from fitkit.errors import ConfigurationError
 
 UNUSED = re.compile(r"Expected to have finished reduction in the prior iteration")
 UNUSED_INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
@@ -71,6 +67,7 @@ class DDP(Strategy):
 
     name = "ddp"
     starts = "script"
+    cuts_batches = True
     timeout: timedelta | None
     """The time limit for each exchange between ranks. None for torch's default."""
 
@@ -126,27 +123,14 @@ class DDP(Strategy):
         self.world: World = own if cluster is None else World.of(cluster)
         self.reads_on_rank_zero: bool = False
         if self.world.size == 1:
-            self.launcher: InlineLauncher | RankLauncher | ScriptLauncher | WorkersLauncher = (
-                InlineLauncher()
-            )
+            self.launcher: Launcher = InlineLauncher()
         elif cluster is not None and cluster.launcher != "fitkit":
             self.launcher = RankLauncher(self, cluster)
-        elif self.starts == "script" and self._finds_a_script():
-            self.launcher = ScriptLauncher(self, self.world.size, shows_all(self.output))
         else:
-            self.launcher = WorkersLauncher(self, self.world.size, shows_all(self.output))
-            self.reads_on_rank_zero = True
+            starts = LAUNCHERS["script" if self.starts == "script" else "workers"]
+            self.launcher = starts(self, self.world.size, shows_all(self.output))
+            self.reads_on_rank_zero = self.launcher.sends_calls
         return self
-
-    def _finds_a_script(self) -> bool:
-        """Whether there is a script to start again. Warns if there is none."""
-        other = what_runs_instead_of_a_script()
-        if other is not None:
-            warn_once(
-                f"strategy={self.name!r} starts the script again for each rank, but this is "
-                f"{other}. It uses worker processes instead, as strategy='ddp_spawn' does."
-            )
-        return other is None
 
     # ------------------------------------------------------------------ the ranks
 
@@ -192,6 +176,7 @@ class DDP(Strategy):
         averages: bool = True,
         may_count: bool = False,
         compiles: bool = False,
+        apart: bool = False,
     ) -> WrappedModel:
         if self.engine is not None and self.engine.replaces_ddp:
             return self.engine.wrap(module)
@@ -213,7 +198,14 @@ class DDP(Strategy):
             wrapped.count_parameter, wrapped.shared_buffers = carrier, list(module.buffers())
             return wrapped
         wrapper = DDPWrapper(wrapped, carrier, self.configure_ddp, type(self).__name__)
-        if can_compile and wrapper.is_replaceable:
+        if apart and not wrapper.averages_exactly:
+            raise ConfigurationError(
+                "out_of_memory='split' averages the gradients after a batch's last part, but this "
+                f"{self.name} has its own way to average them: find_unused_parameters, "
+                "static_graph, comm_hook or configure_ddp. Leave that or the option out.",
+                code="FK068",
+            )
+        if apart or (can_compile and wrapper.is_replaceable):
             wrapper.drop()
             wrapped = self.wrap_for_evaluation(module)
             wrapped.count_parameter, wrapped.shared_buffers = carrier, list(module.buffers())
@@ -228,7 +220,9 @@ class DDP(Strategy):
             ConfigurationError: another backend would have to; with the layer's name.
         """
         found = []
-        for name, layer in sparse_layers(module):
+        for name, layer in module.named_modules():
+            if getattr(layer, "sparse", False) is not True:
+                continue
             own = list(layer.parameters(recurse=False))
             sums = not is_accelerator(self.device) or self.process_group_backend == "gloo"
             if not sums and any(parameter.requires_grad for parameter in own):
@@ -243,6 +237,8 @@ class DDP(Strategy):
         if not self._sparse:
             super().mean_gradients(parameters)
             return
+        from fitkit.extras.sparse_gradients import mean_sparse_gradients
+
         sparse = {id(parameter) for parameter in self._sparse}
         super().mean_gradients([one for one in parameters if id(one) not in sparse])
         mean_sparse_gradients([one for one in parameters if id(one) in sparse])
@@ -284,6 +280,8 @@ class DDP(Strategy):
 
     def after_first_batch(self, module: torch.nn.Module, optimizers: list[Optimizer]) -> None:
         if self.collectives.world_size > 1 and not (self.engine and self.engine.keeps_apart):
+            from fitkit.extras.first_forward import share_first_state
+
             share_first_state(self.collectives, module, optimizers)
 
     def finish(self) -> None:
@@ -335,6 +333,11 @@ class DDPWrapper:
                 f"strategy={self._kind}Strategy(find_unused_parameters=True).",
                 code="FK045",
             ) from error
+
+    @property
+    def averages_exactly(self) -> bool:
+        """Whether an average over the ranks after the backward gives the same gradients."""
+        return _averages_exactly(self._ddp)
 
     @property
     def is_replaceable(self) -> bool:

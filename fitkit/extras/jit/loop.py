@@ -8,8 +8,10 @@ operations out first.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -167,7 +169,8 @@ def looped(
     )
     # Without a use of the loop's own result, the compiler would leave it out.
     graph.output((*kept, graph.call_function(operator.getitem, (end, 0))))
-    return compile_graph(fx.GraphModule(root, graph), inputs)
+    with _random_order_comes_later():
+        return compile_graph(fx.GraphModule(root, graph), inputs)
 
 
 def _without_numbers(one: torch.Tensor) -> torch.Tensor:
@@ -190,6 +193,7 @@ def bodies(graph: fx.Graph) -> list[fx.Graph]:
     hidden = graph.find_nodes(op="call_function", target=hiding)
     if not any(node.args[0] is while_loop_op for node in hidden):
         return []
+    from torch._inductor.fx_passes import post_grad
     from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized
     from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops
     from torch._inductor.fx_utils import FakeTensorUpdater
@@ -199,4 +203,27 @@ def bodies(graph: fx.Graph) -> list[fx.Graph]:
     reinplace_inplaceable_ops(FakeTensorUpdater(module), graph)
     decompose_auto_functionalized(graph)
     loops = graph.find_nodes(op="call_function", target=while_loop_op)
-    return [getattr(module, node.args[1].target).graph for node in loops]
+    found = [getattr(module, node.args[1].target).graph for node in loops]
+    order = getattr(getattr(post_grad, ORDER, None), "original", None)
+    for body in found if order is not None else ():
+        order(body)
+    return found
+
+
+ORDER = "_chain_random_ops_for_ordering"
+"""Torch's pass that keeps random operations in their order, from the second one of a graph on.
+
+It writes operations that can't be traced once more, as a loop's body is.
+"""
+
+
+@contextmanager
+def _random_order_comes_later() -> Iterator[None]:
+    """Leave torch's pass for random operations to `bodies`, which runs it on what stays."""
+    from torch._inductor.fx_passes import post_grad
+
+    def later(graph: fx.Graph) -> None: ...
+
+    later.original = getattr(post_grad, ORDER, None)  # type: ignore[attr-defined]
+    with patch.object(post_grad, ORDER, later, create=True):
+        yield

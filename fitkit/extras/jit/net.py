@@ -16,6 +16,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fitkit.arguments import describe
 from fitkit.errors import ConfigurationError, warn
+from fitkit.extras.jit.leftovers import Leftovers
 from fitkit.extras.jit.passes import with_passes
 from fitkit.extras.jit.proof import Backend, MisfitError
 from fitkit.extras.jit.tracing import UncompiledError, compiled, why_uncompiled
@@ -46,7 +47,10 @@ class JitNet:
 
         try:
             arguments = with_passes(self._options)
-            torch.compile(call, **copy.deepcopy(arguments))  # refuses what it doesn't know
+            left = Leftovers(call.__code__)
+            with left.noted():
+                torch.compile(call, **copy.deepcopy(arguments))  # refuses what it doesn't know
+            left.drop()
         except Exception as error:
             raise ConfigurationError(
                 f"jit_compile={describe(options)} isn't accepted by torch.compile: {error}"

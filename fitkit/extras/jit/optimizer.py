@@ -22,6 +22,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from fitkit import trees
 from fitkit.accelerators import has_streams, widest_dtype
 from fitkit.errors import warn
+from fitkit.extras.jit.fused import fused
 from fitkit.extras.jit.loop import at
 from fitkit.extras.jit.net import JitNet
 from fitkit.extras.jit.programs import MOST_STEPS, UpdatePrograms
@@ -30,6 +31,9 @@ from fitkit.extras.jit.tracing import UncompiledError
 from fitkit.seams.networks import Module
 from fitkit.seams.optimizers import HOW, class_of, members_of
 from fitkit.seams.strategies import together
+
+Place = int | torch.Tensor | None
+"""A step's index in its call; a tensor () in a loop. None: the call computes only this step."""
 
 
 class Group:
@@ -84,6 +88,7 @@ class Group:
         self.last: list[float] = [float(rate)] * MOST_STEPS
         if has_streams(device) and "capturable" in taken:
             self.settings["capturable"] = True  # all numbers stay on the GPU
+        self._fused = fused(kind, parameters, self.states, self.settings)
         for state in chain.from_iterable(self.states) if has_streams(device) else ():
             torch._dynamo.mark_static_address(state)  # else CUDA graphs may not change it
         dtype = widest_dtype(device)
@@ -135,9 +140,12 @@ class Group:
             self.rates[place].fill_(rate)  # an assignment would wait for a GPU
             self.last[place] = rate
 
-    def update(self, gradients: Sequence[torch.Tensor], place: int | torch.Tensor) -> None:
+    def update(self, gradients: Sequence[torch.Tensor], place: Place) -> None:
         """Make a step's update, from the gradients of all learning parameters; traced."""
         own = [gradients[place] for place in self.places]
+        if self._fused is not None and place is None:
+            self._fused(self.parameters, own, self.states, self.rates[0], self.settings)
+            return
         # Torch counts steps in float32. An eager step converts them to Python's numbers first.
         wide = [[_wide(one) for one in states] for states in self.states]
         if self._counts is not None:
@@ -145,7 +153,8 @@ class Group:
             # corrections once, not for each parameter.
             counts = wide[self._counts]
             wide[self._counts] = [counts[0].clone() for _ in counts]
-        rate = at(self.rates, place) if isinstance(place, torch.Tensor) else self.rates[place]
+        of_loop = isinstance(place, torch.Tensor)
+        rate = at(self.rates, place) if of_loop else self.rates[place or 0]
         self.function(self.parameters, own, *wide, lr=rate, **self.settings)
         for before, after in zip(self.states, wide, strict=True):
             for one, computed in zip(before, after, strict=True):
@@ -270,8 +279,8 @@ class JitOptimizer:
 
     @property
     def is_asked_for_norms(self) -> bool:
-        """Whether a callback wants the gradients' norms, which only eager updates record."""
-        return self._fit_state.grad_norms is not None
+        """Whether a callback looks at the gradients, which only eager updates show."""
+        return self._fit_state.grad_norms is not None or self._fit_state.guard is not None
 
     def stop(self, why: str) -> None:
         """Stop compiling the optimizer's step from now on, and warn."""
@@ -334,7 +343,7 @@ class JitOptimizer:
         """
         return all(group.follows(place) for group in self.groups)
 
-    def trace(self, gradients: Sequence[torch.Tensor], place: int | torch.Tensor = 0) -> None:
+    def trace(self, gradients: Sequence[torch.Tensor], place: Place = None) -> None:
         """Clip gradients and make the update; traced."""
         clipped = self._clipped(gradients)
         for group in self.groups:

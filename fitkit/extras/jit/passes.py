@@ -48,22 +48,31 @@ def without_alphas(*others: Callable[[torch.fx.Graph], Any] | None) -> Any:
     Args:
         others: what else changes the graph, after that.
     """
+    return _alphas_pass()([one for one in others if one is not None])
+
+
+@functools.cache
+def _alphas_pass() -> Any:
+    """Return the class of what `without_alphas` gives."""
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-    passes = [one for one in others if one is not None]
-
     class WithoutAlphas(CustomGraphPass):
+        def __init__(self, others: list[Callable[[torch.fx.Graph], Any]]) -> None:
+            self._others = others
+
         def __call__(self, graph: torch.fx.Graph) -> None:
             _write_alphas_out(graph)
-            for one in passes:
+            for one in self._others:
                 one(graph)
 
         def uuid(self) -> Any:
-            hashes = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in passes]
+            hashes = [
+                one.uuid() if isinstance(one, CustomGraphPass) else None for one in self._others
+            ]
             # With None the compiler keeps nothing on the disk.
             return None if None in hashes else (get_hash_for_files((__file__,)), *hashes)
 
-    return WithoutAlphas()
+    return WithoutAlphas
 
 
 def _write_alphas_out(graph: torch.fx.Graph) -> None:

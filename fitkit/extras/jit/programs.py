@@ -147,6 +147,12 @@ class Programs:
                 say(f" {time.monotonic() - began:.1f} s")
         return found
 
+    def has(self, shapes: Any) -> bool:
+        """Whether there is a program for batches of these shapes, or one for any shapes."""
+        if self._options.get("dynamic"):
+            return True
+        return any(of_program in (shapes, None) for _, of_program in self._compiled)
+
     def may_loop(self, device: str) -> bool:
         """Whether a loop in the graph can compute several steps.
 

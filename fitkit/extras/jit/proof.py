@@ -22,6 +22,8 @@ from torch import fx, nn
 
 from fitkit import trees
 from fitkit.accelerators import widest_dtype
+from fitkit.extras.jit.kernels import joined
+from fitkit.extras.jit.probe import remembered
 from fitkit.extras.jit.tracing import UncompiledError, why_uncompiled
 from fitkit.random_states import kept_random_numbers, random_state
 
@@ -167,7 +169,9 @@ class Backend:
         owner: object = None,
     ) -> None:
         # Torch's messages have the name.
-        self.__name__ = backend if isinstance(backend, str) else getattr(backend, "__name__", "")
+        self.__name__: str = (
+            backend if isinstance(backend, str) else getattr(backend, "__name__", "")
+        )
         self._backend = backend
         self._refuse = None if refuse is None else _unowned(refuse, owner)
 
@@ -200,7 +204,14 @@ def compiler(backend: str | Graph, **options: Any) -> Graph:
         named = {name.replace("-", "_"): value for name, value in given.items()}
         options = {**options, "config_patches": named}
     found: Graph = torch._dynamo.lookup_backend(backend)
-    return partial(found, **options)
+    if backend != "inductor":
+        return partial(found, **options)
+
+    def compile_graph(module: fx.GraphModule, inputs: Any) -> Any:
+        with remembered(), joined():
+            return found(module, inputs, **options)
+
+    return compile_graph
 
 
 def _exchanges(node: fx.Node) -> bool:

@@ -17,6 +17,8 @@ from unittest.mock import patch
 
 import torch
 
+from fitkit.extras.jit.leftovers import Leftovers
+
 
 class UncompiledError(Exception):
     """Says why a step, or a part of it, can't be compiled."""
@@ -48,41 +50,27 @@ def compiled(
         failed: takes an error of the compiler's, of any class. Then the frame that torch reads
             runs as written in this call. None: `UncompiledError` is raised instead.
     """
-    found = torch.compile(function, backend=_Unowned(backend), **options)
-    # Torch's map from compiled code to code as written has the two keep each other, and with them
-    # the graphs, which hold weights.
-    weakref.finalize(found, _forget, function.__code__).atexit = False
+    left = Leftovers(function.__code__)
+    with left.noted():
+        found = torch.compile(function, backend=_Unowned(backend), **options)
+    weakref.finalize(found, left.drop).atexit = False
     inner: Any = found
     cells = dict(zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True))
     tracer = getattr(cells["self"].cell_contents, "callback", None) if "self" in cells else None
     if hasattr(tracer, TRACER):
-        setattr(tracer, TRACER, _Traced(getattr(tracer, TRACER), backend, failed))
+        setattr(tracer, TRACER, _Traced(getattr(tracer, TRACER), backend, failed, left))
         return found
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _settings(suppress_errors=failed is not None):
+        with _settings(suppress_errors=failed is not None), left.noted():
             return found(*args, **kwargs)
 
     call.backend = backend  # type: ignore[attr-defined]
     return call  # this torch has the tracer elsewhere
 
 
-def _forget(code: Any) -> None:
-    """Drop what torch has compiled of a function that is gone.
-
-    Whatever lives longer and was checked by its identity, such as a class, keeps the checks.
-    """
-    from torch._dynamo import eval_frame
-
-    entries = eval_frame._debug_get_cache_entry_list(code)
-    checks = [entry.guard_manager for entry in entries]
-    eval_frame.remove_from_cache(code)
-    for one in checks:
-        vars(one).update(dict.fromkeys(vars(one)))
-
-
 class _Unowned:
-    """A backend without its owner, for torch, which keeps every backend while the process lives.
+    """A backend without its owner, for torch, which keeps every backend longer than that.
 
     Backends know graphs, whose inputs are a model's weights.
     """
@@ -113,14 +101,18 @@ class _Traced:
     """Torch's function that traces a frame, with `SETTINGS`."""
 
     def __init__(
-        self, tracer: Any, backend: object, failed: Callable[[Exception], None] | None
+        self,
+        tracer: Any,
+        backend: object,
+        failed: Callable[[Exception], None] | None,
+        left: Leftovers,
     ) -> None:
-        self._tracer, self._backend, self._failed = tracer, backend, failed
+        self._tracer, self._backend, self._failed, self._left = tracer, backend, failed, left
         self._torchdynamo_orig_backend = getattr(tracer, TRACER)  # torch follows it to the backend
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            with _settings():
+            with _settings(), self._left.noted():
                 return self._tracer(*args, **kwargs)
         except Exception as error:
             if self._failed is None:
@@ -132,7 +124,8 @@ class _Traced:
 
     def _clone_with_backend(self, backend: Any) -> _Traced:
         """Return what traces for another backend: for DDP's, which has a graph for each bucket."""
-        return _Traced(self._tracer._clone_with_backend(backend), self._backend, self._failed)
+        tracer = self._tracer._clone_with_backend(backend)
+        return _Traced(tracer, self._backend, self._failed, self._left)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tracer, name)

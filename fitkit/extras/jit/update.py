@@ -28,9 +28,10 @@ from fitkit.errors import warn
 from fitkit.extras.jit.graph_calls import Parts
 from fitkit.extras.jit.loop import at, marked, stacked
 from fitkit.extras.jit.net import JitNet, as_written
-from fitkit.extras.jit.optimizer import JitOptimizer
+from fitkit.extras.jit.optimizer import JitOptimizer, Place
 from fitkit.extras.jit.programs import UpdatePrograms, copied, most_steps, shapes_of
 from fitkit.extras.jit.proof import MisfitError
+from fitkit.extras.jit.shapes import Shapes
 from fitkit.extras.jit.traced import TracedOwnStep, TracedStep
 from fitkit.extras.jit.tracing import OTHERS_LEARN, UncompiledError
 from fitkit.random_states import kept_random_numbers
@@ -81,6 +82,8 @@ class JitUpdate:
 
     `fit` is given it in the eager update's place. Only a single optimizer's updates are compiled.
 
+    Batches of a rare shape are left to the eager update: an epoch's last one, of another length.
+
     A rank may compile its batches' gradients while another doesn't: the exchange is the same. The
     update must be compiled on all ranks or on none (`JitOptimizer`).
 
@@ -129,6 +132,7 @@ class JitUpdate:
         self._is_known = False  # whether parameters are as they were when that was noted
         self._loss: torch.Tensor | None = None  # of the last batch of which there are gradients
         self._gradients: Sequence[torch.Tensor] = ()
+        self._sizes = Shapes()
         self._may_wait = True  # False while batches that have waited come once more
         self._moves_rates = self._apply.move_rates is not None
         self._loops = self._kept.steps.may_loop(self._traced.device)
@@ -188,13 +192,15 @@ class JitUpdate:
         Returns:
             Whether that was done. If not, nothing has changed.
         """
-        if batch.samples == 0:
-            self.flush()
-            return False  # a placeholder batch must have no effect but its gradients
+        if batch.samples == 0:  # a placeholder batch must have no effect but its gradients
+            return self._leave_to_eager()
         if self._leaves is None:
             self._leaves = self._keeps and self._traced.leaves(batch.data)
         is_there = self._leaves and not batch.is_lent
         parts = (*batch.data, None) if is_there else self._traced.moved(batch, index)
+        shapes = shapes_of(parts)
+        if self._may_wait and not self._sizes.earns(shapes) and not self._kept.steps.has(shapes):
+            return self._leave_to_eager()
         others_wait = bool(self._waiting)
         if self._may_wait and self._may_hold(parts) and self._hold(batch, index, record, parts):
             return True
@@ -203,6 +209,12 @@ class JitUpdate:
             self._learn_alone(batch, index, record)
             return True
         return self._kept.stopped is None and self._learn(batch, record, parts)
+
+    def _leave_to_eager(self) -> bool:
+        """Learn from the waiting batches, and return False: the eager update takes this one."""
+        self.flush()
+        self._eager.begin()  # what has waited may have left gradients
+        return False
 
     def _learn(self, batch: Batch, record: Logbook, parts: Parts) -> bool:
         """Learn from one batch on the device; return whether that could be done."""
@@ -469,12 +481,12 @@ class JitUpdate:
         found = [self._whole([entered], place)[:2] for place, entered in enumerate(given)]
         return self._traced.joined(found, given)
 
-    def _whole(self, given: Sequence[Any], place: Any = 0) -> Any:
+    def _whole(self, given: Sequence[Any], place: Place = None) -> Any:
         """Compute the step from a batch; traced.
 
         Args:
             given: the batch, from `TracedStep.entered`.
-            place: the step's index in the call.
+            place: the step's index in a call of several.
 
         Returns:
             The loss, the other values that the step records, and the gradients. The gradients are

@@ -19,8 +19,10 @@ from fitkit.accelerators import has_streams
 from fitkit.arguments import check_count, check_flag
 from fitkit.errors import ConfigurationError, warn
 from fitkit.extras.activation_checkpointing import check_blocks, matching
+from fitkit.extras.first_forward import refusing_writes
 from fitkit.extras.sharding.sharded_module import ShardedModule, blocks_of, check_trains, check_wrap
 from fitkit.extras.sharding.sharded_optimizer import SpreadOptimizer
+from fitkit.extras.unfilled import Unfilled
 from fitkit.random_states import random_state, set_random_state
 from fitkit.seams.precisions import MixedPrecision
 from fitkit.seams.strategies import (
@@ -32,9 +34,7 @@ from fitkit.seams.strategies import (
     RankGroup,
     StepRouter,
     Strategy,
-    Unfilled,
     WrappedModel,
-    refusing_writes,
     whole_on_host,
 )
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fitkit import trees
 from fitkit.errors import ConfigurationError
 from fitkit.extras.sharding.sharded_module import ShardedModule
-from fitkit.seams.optimizers import kept_apart, uses_closure
+from fitkit.seams.optimizers import uses_closure, with_inner
 from fitkit.seams.strategies import Collectives, OptimizerInPlace, as_parts, held_by, whole_on_host
 from fitkit.tensors import bytes_of
 
@@ -21,6 +21,23 @@ CLOSURE = (
     "{kind} computes the loss itself, several times per step, and looks at all parameters at once: "
     "its state can't be spread over ranks. Write strategy='ddp', or take another optimizer."
 )
+
+
+def kept_apart(optimizer: Optimizer) -> str | None:
+    """Say what an optimizer holds beside its groups that these should hold alone; None if nothing.
+
+    Where ranks have parts of parameters or of states, they know those of the groups.
+    """
+    for inner in with_inner([optimizer])[1:]:
+        return f"another optimizer ({type(inner).__name__})"
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    kept = optimizer.__getstate__()
+    for name, value in vars(optimizer).items():
+        entries = value.values() if isinstance(value, dict) else value
+        is_own = name not in kept and isinstance(value, (list, tuple, dict))
+        if is_own and any(id(entry) in own for entry in entries):
+            return f"parameters in its attribute {name}"
+    return None
 
 
 def refuse_kept_apart(optimizer: Optimizer) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from fitkit import trees
 from fitkit.arguments import describe
 from fitkit.errors import ConfigurationError
 from fitkit.random_states import set_seed
+from fitkit.seams.batches import kind_of
 from fitkit.seams.data import samples_between
 
 SEED = 20_011
@@ -51,13 +51,19 @@ def cut(batch: Any, parts: int, kept: Kept | None = None) -> list[Any]:
     size = samples if samples is not None else len(kept.samples) if kept else 0
     if size < 2 * parts:
         raise ConfigurationError(f"A batch of {size} samples is too small for {parts} parts.")
-    bounds = [round(size * place / parts) for place in range(parts + 1)]
-    if size >= 3 * parts:
-        bounds[1:-1] = [bound + 1 for bound in bounds[1:-1]]
+    bounds = bounds_of(size, parts)
     if samples is None and kept is not None:
         _refuse_random(kept)
         return [kept.batch(start, stop) for start, stop in itertools.pairwise(bounds)]
     return [_sliced(batch, start, stop) for start, stop in itertools.pairwise(bounds)]
+
+
+def bounds_of(size: int, parts: int) -> list[int]:
+    """Return where the parts of a batch of so many samples begin, and where the last one ends."""
+    bounds = [round(size * place / parts) for place in range(parts + 1)]
+    if size >= 3 * parts:
+        bounds[1:-1] = [bound + 1 for bound in bounds[1:-1]]
+    return bounds
 
 
 def size_of(batch: Any, kept: Kept | None) -> int:
@@ -69,7 +75,8 @@ def size_of(batch: Any, kept: Kept | None) -> int:
 
 
 def _has_rows(leaf: Any) -> bool:
-    return leaf is None or (not getattr(leaf, "is_nested", False) and bool(_shape(leaf)))
+    kind = kind_of(leaf)
+    return leaf is None or ((kind is None or kind.has_rows) and bool(_shape(leaf)))
 
 
 def _shape(leaf: Any) -> Any:
@@ -80,7 +87,7 @@ def _rows_of(batch: Any) -> int | None:
     """Return the length of all columns of a batch: of tensors and of lists; None if they differ."""
     if _shape(batch) is not None or isinstance(batch, torch.Tensor):
         return _column(batch)
-    if not isinstance(batch, (tuple, list, Mapping)) or isinstance(batch, PackedSequence):
+    if not isinstance(batch, (tuple, list, Mapping)) or kind_of(batch) is not None:
         return None
     if not _is_plain_container(batch):
         return None
@@ -105,7 +112,7 @@ def _column(tree: Any) -> int | None:
         return 0
     if _shape(tree) is not None or isinstance(tree, torch.Tensor):
         return tree.shape[0] if _has_rows(tree) else None
-    if isinstance(tree, PackedSequence) or not trees.is_container(tree):
+    if kind_of(tree) is not None or not trees.is_container(tree):
         return None
     if isinstance(tree, (tuple, list)) and not all(map(_has_rows, tree)):
         return len(tree)
@@ -159,7 +166,8 @@ def _refuse_random(kept: Kept) -> None:
 def same_bits(one: Any, other: Any) -> bool:
     """Whether two entries of state dicts or of batches are equal; NaN is NaN."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if one.is_nested:
+        kind = kind_of(one)
+        if kind is not None and not kind.has_rows:
             return same_bits(one.unbind(), other.unbind())
         return one.shape == other.shape and torch.allclose(
             one, other, rtol=0, atol=0, equal_nan=True

@@ -10,8 +10,15 @@ import math
 COUNTED = "return {'loss': loss, 'count': the labels that count} from a training_step."
 
 REASONS = {
+    "augmentation": (
+        "gives another sample when it is read again under the same seed.",
+        "Draw from torch's, NumPy's or Python's global generator, or from a generator that is an "
+        "attribute of the data set. Give others the seed fitkit.data.sample_seed(), in "
+        "__getitem__.",
+    ),
     "dropout": (
-        "draws different random numbers for each part, process or kernel.",
+        "draws different random numbers for each part, process or kernel, and not by torch's "
+        "operations for single rows.",
         "You need not change it. Everything else was compared with this layer in evaluation mode.",
     ),
     "batch_norm": (
@@ -78,8 +85,8 @@ REASONS = {
 """What is said of a cause, and what to write."""
 
 KINDS = {
-    "unsteady": "kernels", "gradients": "kernels", "forgotten": "state", "sum": "loss",
-    "by_rank": "unknown", "by_kernel": "kernels", "not_finite": "rounding",
+    "augmentation": "data", "unsteady": "kernels", "gradients": "kernels", "forgotten": "state",
+    "sum": "loss", "by_rank": "unknown", "by_kernel": "kernels", "not_finite": "rounding",
 }  # fmt: skip
 """The kind of a cause, where it isn't the reason's name."""
 
@@ -117,15 +124,15 @@ class Row:
     """One comparison.
 
     Attributes:
-        name: `"data"`, `"repeat"`, `"accumulated"`, `"processes"`, `"evaluation"`, `"compiled"`,
-            `"resumed"` or `"precision"`.
+        name: `"data"`, `"augmentation"`, `"repeat"`, `"accumulated"`, `"processes"`,
+            `"evaluation"`, `"compiled"`, `"resumed"` or `"precision"`.
         what: the name in words.
         ok: whether both sides are equal; None if it wasn't run.
         digits: how many digits are equal, relative to what the updates changed (in an evaluation:
             to the values). Infinite if all bits are equal, None if nothing was compared.
         first: the first parameter or value that differs; "" if none does.
         causes: the causes of the difference.
-        note: why it wasn't run.
+        note: why it wasn't run, or how it was.
     """
 
     name: str

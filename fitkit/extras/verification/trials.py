@@ -6,10 +6,11 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from fitkit import trees
 from fitkit.accelerators import visible, widest_dtype
 from fitkit.errors import ConfigurationError, FitkitError
-from fitkit.extras.verification.cutting import SEED, Kept, cut, same_bits, size_of
+from fitkit.extras.verification.cutting import SEED, Kept, bounds_of, cut, same_bits, size_of
+from fitkit.extras.verification.masks import Masks, Piece, Places, Recorded, places_in
 from fitkit.extras.verification.results import Cause, Row, cause_of, digits_of
 from fitkit.model import Model
 from fitkit.modes import kept_in_evaluation
@@ -28,6 +30,7 @@ from fitkit.samples import samples_of
 from fitkit.seams.callbacks import Callback
 from fitkit.seams.data import unpack_batch
 from fitkit.seams.optimizers import first_rate, put_rate
+from fitkit.tensors import is_dense
 
 Pass = tuple[list[torch.Tensor], list[torch.Tensor]]
 """A module's inputs and outputs in one batch."""
@@ -125,7 +128,7 @@ def _joined(tensors: list[torch.Tensor], shape: torch.Size | None) -> torch.Tens
 
     Not all layers have the batch in dimension 0.
     """
-    if not tensors or tensors[0].is_nested or not trees.is_inexact(tensors[0]):
+    if not tensors or not is_dense(tensors[0]) or not trees.is_inexact(tensors[0]):
         return None
     if len(tensors) == 1:
         return tensors[0] if shape in (None, tensors[0].shape) else None
@@ -152,6 +155,8 @@ LIMITS = {"64-true": (1e-6, 1e-9), "32-true": (1e-2, 1e-4)}
 """Up to which difference weights count as equal, as a part of what the updates changed; and layers'
 outputs, as a part of the largest. Rounding is far below that in float64, and near in float32."""
 
+
+BY_ROWS = "What the net draws is drawn by rows here. In a training each part draws its own."
 
 Numbers = dict[str, torch.Tensor]
 Found = tuple[bool, float, str, tuple[Cause, ...]]
@@ -193,14 +198,17 @@ class Trials:
         self.accelerator: str = model.device.type if has_float64 else "cpu"
         self.start: Numbers = _numbers(model)
         self.precision: str = "64-true"
-        self._known: dict[frozenset[str], Numbers] = {}
+        self._known: dict[tuple[frozenset[str], bool], Numbers] = {}
+        self._places: dict[frozenset[str], Places | None] = {}
         self._repeats: bool | None = None
         try:
-            self.reference()
+            self.reference(masked=False)
         except Exception:
             # A net may make float32 tensors that no cast reaches; else this raises the same again.
             self.precision = "32-true"
-            self.reference()
+            self.reference(masked=False)
+        self.limit: float
+        self.output_limit: float
         self.limit, self.output_limit = LIMITS[self.precision]
         if all(torch.equal(self.start[name], own) for name, own in self.reference().items()):
             raise ConfigurationError(
@@ -244,6 +252,8 @@ class Trials:
                 row = Row(name, what, None, note="verify(…, jit_compile=True) runs it.")
             else:
                 row = self._row(name, what, compare)
+            if name in ("accumulated", "processes") and row.ok is not None and self.draws_by_rows():
+                row = dataclasses.replace(row, note=BY_ROWS)
             if row.ok is False and repeat.ok is False:  # nothing else can be told from it
                 row = dataclasses.replace(row, causes=repeat.causes)
             yield row
@@ -288,29 +298,90 @@ class Trials:
         copied.fit(batches, class_weight=self.class_weight, verbose=0, **given)
         return copied
 
-    def trained(self, batches: list[Any], quiet: Iterable[str] = (), **settings: Any) -> Numbers:
-        """Return the parameters after an update on each batch."""
-        return _numbers(self.fitted(self.copied(quiet, **settings), batches))
+    def trained(
+        self,
+        batches: list[Any],
+        quiet: frozenset[str] = frozenset(),
+        parts: int = 1,
+        *,
+        masked: bool = True,
+        **settings: Any,
+    ) -> Numbers:
+        """Return the parameters after an update on each batch.
 
-    def reference(self, quiet: frozenset[str] = frozenset()) -> Numbers:
+        Args:
+            parts: how many of these batches make one of the data's.
+            masked: whether a net that draws does so by rows, where that is possible.
+        """
+        callbacks = self._masks(quiet, parts) if masked else []
+        copied = self.copied(quiet, **settings)
+        return _numbers(self.fitted(copied, batches, callbacks=callbacks))
+
+    def reference(self, quiet: frozenset[str] = frozenset(), *, masked: bool = True) -> Numbers:
         """Return the parameters that others are compared with."""
-        if quiet not in self._known:
-            self._known[quiet] = self.trained(self.batches, quiet)
-        return self._known[quiet]
+        masked = masked and self.draws_by_rows(quiet)
+        if (quiet, masked) not in self._known:
+            self._known[quiet, masked] = self.trained(self.batches, quiet, masked=masked)
+        return self._known[quiet, masked]
 
     def accumulated(
-        self, parts: int, quiet: Iterable[str] = (), batches: list[Any] | None = None
+        self,
+        parts: int,
+        quiet: frozenset[str] = frozenset(),
+        batches: list[Any] | None = None,
     ) -> Numbers:
         """Return the parameters after the same updates, each accumulated from parts."""
-        return self.trained(self._pieces(parts, batches), quiet, accumulate_grad_batches=parts)
+        pieces = self._pieces(parts, batches)
+        return self.trained(pieces, quiet, parts, accumulate_grad_batches=parts)
 
-    def on_processes(self, quiet: Iterable[str] = (), **settings: Any) -> Numbers:
+    def on_processes(self, quiet: frozenset[str] = frozenset(), **settings: Any) -> Numbers:
         """Return the parameters after the same updates, a part of each on each process."""
         enough = self.accelerator == "cpu" or visible().get(self.accelerator, 0) >= self.devices
         return self.trained(
-            self._pieces(self.devices), quiet, devices=self.devices, strategy="ddp_spawn",
+            self._pieces(self.devices), quiet, self.devices,
+            devices=self.devices, strategy="ddp_spawn",
             accelerator=self.accelerator if enough else "cpu", **settings,
         )  # fmt: skip
+
+    def draws_by_rows(self, quiet: frozenset[str] = frozenset()) -> bool:
+        """Whether the net draws, and can draw by the rows of a batch in place of the batch."""
+        if quiet not in self._places:
+            self._places[quiet] = self._found_places(quiet)
+        return self._places[quiet] is not None
+
+    def _found_places(self, quiet: frozenset[str]) -> Places | None:
+        """Return where the rows of a batch are in what the net draws for it; None where that can't
+        be seen, or nothing is drawn.
+        """
+        batch = self.batches[0]
+        rows = self.size_of(batch)
+        if rows < 4:
+            return None
+        whole = self._calls(batch, quiet)
+        if not whole:
+            return None
+        part = self._calls(self.cut(batch, 2)[0], quiet)
+        return places_in(whole, part, rows, bounds_of(rows, 2)[1])
+
+    def _calls(self, batch: Any, quiet: frozenset[str]) -> list[Any]:
+        recorded = Recorded()
+        self.fitted(self.copied(quiet), [batch], callbacks=recorded)
+        return recorded.calls.seen
+
+    def _masks(
+        self, quiet: frozenset[str], parts: int, batches: list[Any] | None = None, seed: int = SEED
+    ) -> list[Callback]:
+        """Return what lets the net draw by rows in batches of which so many parts are made."""
+        if not self.draws_by_rows(quiet):
+            return []
+        places = self._places[quiet]
+        assert places is not None
+        pieces = [
+            Piece(update, start, stop)
+            for update, batch in enumerate(batches or self.batches)
+            for start, stop in itertools.pairwise(bounds_of(self.size_of(batch), parts))
+        ]
+        return [Masks(places, pieces, seed)]
 
     def _pieces(self, parts: int, batches: list[Any] | None = None) -> list[Any]:
         return [piece for batch in batches or self.batches for piece in self.cut(batch, parts)]
@@ -327,17 +398,20 @@ class Trials:
 
     # ------------------------------------------------------------------ comparisons
 
-    def _judged(self, run: Callable[[frozenset[str]], Numbers], parts: int = 0) -> Found:
+    def _judged(
+        self, run: Callable[[frozenset[str]], Numbers], parts: int = 0, *, masked: bool = True
+    ) -> Found:
         """Compare a way to make the updates with the reference, and find out why it differs.
 
         Args:
             run: makes them, with some modules in evaluation mode.
             parts: into how many it cuts the batches; 0 where it doesn't.
+            masked: whether a net that draws does so by rows in it.
         """
-        difference, first = self.compared(self.reference(), run(frozenset()))
+        difference, first = self.compared(self.reference(masked=masked), run(frozenset()))
         if difference <= self.limit:
             return True, digits_of(difference), "", ()
-        return False, digits_of(difference), first, self._causes(run, parts)
+        return False, digits_of(difference), first, self._causes(run, parts, masked=masked)
 
     def _repeat(self) -> Found:
         difference, first = self.compared(self.reference(), self.trained(self.batches))
@@ -372,8 +446,12 @@ class Trials:
     def _compiled(self) -> Found:
         return self._judged(
             lambda quiet: self.trained(
-                self.batches, quiet, jit_compile=self._given("jit_compile") or True
-            )
+                self.batches,
+                quiet,
+                masked=False,  # nothing is compiled below a mode of torch's dispatcher
+                jit_compile=self._given("jit_compile") or True,
+            ),
+            masked=False,
         )
 
     def _in_precision(self) -> Found:
@@ -461,7 +539,12 @@ class Trials:
     # ------------------------------------------------------------------ why
 
     def _causes(
-        self, run: Callable[[frozenset[str]], Numbers], parts: int, limit: float | None = None
+        self,
+        run: Callable[[frozenset[str]], Numbers],
+        parts: int,
+        limit: float | None = None,
+        *,
+        masked: bool = True,
     ) -> tuple[Cause, ...]:
         """Put one kind of layer after another into evaluation mode until the numbers are equal."""
         if not self._repeats:
@@ -470,7 +553,9 @@ class Trials:
         quiet = self._drawing = frozenset[str]()
         modules = dict(self.model._weights_module().named_modules())
         while True:
-            name, reason = self._first_other(*self._passes_by_seed(quiet)), "dropout"
+            name, reason = None, "dropout"
+            if not (masked and self.draws_by_rows(quiet)):
+                name = self._first_other(*self._passes_by_seed(quiet))
             if name is None and parts:
                 name, reason = self._first_mixing(quiet, parts), "layer"
             if name is None:
@@ -482,7 +567,7 @@ class Trials:
             found.append(cause_of("batch_norm" if is_norm else reason, self._place(name)))
             quiet |= {name, *(n for n, module in modules.items() if type(module) is type(own))}
             self._drawing = quiet if reason == "dropout" else self._drawing
-            difference, _ = self.compared(self.reference(quiet), run(quiet))
+            difference, _ = self.compared(self.reference(quiet, masked=masked), run(quiet))
             if difference <= (limit or self.limit):
                 return tuple(found)
 
@@ -537,8 +622,14 @@ class Trials:
 
     def _first_mixing(self, quiet: frozenset[str], parts: int, verb: str = "fit") -> str | None:
         """Return the first module that gives a sample another output in a part of its batch."""
-        whole = self._passes(self.batches[:1], quiet, verb)
-        return self._first_other(whole, self._passes(self.cut(self.batches[0], parts), quiet, verb))
+        whole, pieces = self.batches[:1], self.cut(self.batches[0], parts)
+        masks, others = (
+            self._masks(quiet, count, whole) if verb == "fit" else [] for count in (1, parts)
+        )
+        return self._first_other(
+            self._passes(whole, quiet, verb, masks=masks),
+            self._passes(pieces, quiet, verb, masks=others),
+        )
 
     def _passes(
         self,
@@ -546,12 +637,13 @@ class Trials:
         quiet: frozenset[str] = frozenset(),
         verb: str = "fit",
         seed: int = SEED,
+        masks: Sequence[Callback] = (),
     ) -> Passes:
         """Return what each module does before the first update, of which all these batches are."""
         copied, notes = self.copied(quiet, accumulate_grad_batches=len(batches)), Notes()
         notes.follow(copied._weights_module())
         if verb == "fit":
-            self.fitted(copied, batches, seed, callbacks=notes)
+            self.fitted(copied, batches, seed, callbacks=[notes, *masks])
         else:
             set_seed(seed)
             copied.evaluate(batches, verbose=0, callbacks=notes)

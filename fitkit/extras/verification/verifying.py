@@ -17,6 +17,7 @@ from torch import nn
 from fitkit import trees
 from fitkit.arguments import check_count, check_flag, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.extras.verification.augmentation import augmentation_row
 from fitkit.extras.verification.cutting import SEED, Kept, same_bits
 from fitkit.extras.verification.results import Cause, Row, Verification
 from fitkit.extras.verification.trials import Trials
@@ -116,8 +117,9 @@ def verify(
         source, keeping = _keeping(source)
         batches, own_samples = _read(source, updates, keeping)
         data = _same_twice(source, batches)
+        augmentation = augmentation_row(source)
         trials = Trials(model, batches, devices, class_weight, own_samples)
-        rows = (data, *trials.rows(runs_compiled))
+        rows = (data, augmentation, *trials.rows(runs_compiled))
     size = trials.size_of(trials.batches[0]) or "?"
     found = Verification(
         rows,

@@ -4,8 +4,6 @@ import pytest
 
 from fitkit.callbacks.display import (
     Moment,
-    ResultLines,
-    bar_line,
     clock_time,
     duration,
     number,
@@ -13,6 +11,7 @@ from fitkit.callbacks.display import (
     shown_metrics,
     speed,
 )
+from fitkit.extras.live_displays import ResultLines, bar_line
 
 
 @pytest.mark.parametrize(

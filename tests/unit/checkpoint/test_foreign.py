@@ -12,8 +12,9 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from fitkit.checkpoint import load_weights, safetensors_file, save_weights
+from fitkit.checkpoint import load_weights, save_weights
 from fitkit.errors import CheckpointError, ConfigurationError
+from fitkit.extras import safetensors_file
 from fitkit.extras.inspection import convert
 from tests.nets import normed
 from tests.reference import assert_same_weights, copied_state

@@ -12,7 +12,6 @@ import torch
 
 from fitkit.checkpoint import (
     atomic,
-    folders,
     link_checkpoint,
     open_checkpoint,
     remove_abandoned,
@@ -20,6 +19,7 @@ from fitkit.checkpoint import (
     save_weights,
 )
 from fitkit.checkpoint.atomic import UNFINISHED_SUFFIX, replacing
+from fitkit.extras.dcp import unfinished_folder
 
 
 def only_file(path):
@@ -109,7 +109,7 @@ def test_a_folder_that_is_being_removed_is_not_taken_for_abandoned_and_a_killed_
 ):
     path = tmp_path / "w.dcp"
     save_weights(path, {"a": torch.ones(3)})
-    monkeypatch.setattr(folders.shutil, "rmtree", raising(SystemExit()))
+    monkeypatch.setattr(unfinished_folder.shutil, "rmtree", raising(SystemExit()))
     with pytest.raises(SystemExit):
         remove_checkpoint(path)
     monkeypatch.undo()

@@ -172,7 +172,7 @@ def test_tags_of_a_wrong_content_are_refused(encoded):
     ids=lambda text: text[:30],
 )
 def test_a_header_with_them_is_refused_and_nothing_is_loaded(tmp_path, monkeypatch, text):
-    from fitkit.checkpoint import safetensors_file
+    from fitkit.extras import safetensors_file
 
     path = tmp_path / "w.safetensors"
     monkeypatch.setattr(safetensors_file, "encode_extra", lambda *_: text)

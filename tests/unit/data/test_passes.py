@@ -1,6 +1,7 @@
 """What a pass over a loader promises, wherever it is read: its numbers, its epoch, all its data."""
 
 import itertools
+import os
 import random
 
 import numpy as np
@@ -99,7 +100,9 @@ def test_the_workers_of_each_rank_and_pass_draw_numbers_of_their_own(kind, train
         lambda: CombinedLoader([drawn(shuffle=True), drawn(generator=own())]),
     ],
 )
-def test_one_process_draws_as_plain_loops_do(make):
+def test_one_process_draws_its_orders_as_plain_loops_do(make, monkeypatch):
+    monkeypatch.setattr(Drawn, "__getitem__", lambda _, index: torch.tensor(index))
+
     def plainly(data):
         return list(zip(*data.loaders, strict=True) if isinstance(data, CombinedLoader) else data)
 
@@ -331,12 +334,15 @@ def test_living_workers_read_the_epoch_that_was_told(kind, combined):
 
 
 def test_living_workers_live_on_where_the_epoch_changes_nothing():
-    made = loader(Numbers(), num_workers=1, persistent_workers=True)
-    source = make_source(made)
+    class Worker(Numbers):
+        def __getitem__(self, index):
+            return torch.tensor(os.getpid())
+
+    made = loader(Worker(), num_workers=1, persistent_workers=True)
     workers = set()
-    for number in range(3):
-        list(source.batches(number))
-        workers.add(made._iterator._workers[0].pid)
+    for number in range(3):  # a call has a source of its own
+        for batch in make_source(made).batches(number):
+            workers.update(batch.tolist())
     assert len(workers) == 1
 
 

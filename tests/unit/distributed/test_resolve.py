@@ -6,12 +6,13 @@ import torch
 from fitkit.distributed.devices import Machine
 from fitkit.distributed.launchers import InlineLauncher
 from fitkit.distributed.launchers.ranks import RankLauncher
-from fitkit.distributed.launchers.script import ScriptLauncher
-from fitkit.distributed.launchers.workers import WorkersLauncher
 from fitkit.distributed.resolve import resolve_strategy
-from fitkit.distributed.strategies import DDP, DDPSpawn, SingleDevice, ddp
+from fitkit.distributed.strategies import DDP, DDPSpawn, SingleDevice
 from fitkit.distributed.world import World
 from fitkit.errors import ConfigurationError
+from fitkit.extras.launchers import script
+from fitkit.extras.launchers.script import ScriptLauncher
+from fitkit.extras.launchers.workers import WorkersLauncher
 
 CPU, FOUR = Machine(), Machine(cuda_count=4)
 
@@ -40,7 +41,7 @@ OWN = {
 @pytest.fixture(autouse=True)
 def in_a_script(monkeypatch):
     """As if this were a script, and not pytest."""
-    monkeypatch.setattr(ddp, "what_runs_instead_of_a_script", lambda: None)
+    monkeypatch.setattr(script, "what_runs_instead_of_a_script", lambda: None)
 
 
 def resolved(devices="auto", strategy="auto", accelerator="auto", num_nodes=None,
@@ -79,7 +80,7 @@ def test_all_devices_are_one_for_a_strategy_that_has_one(strategy):
 
 
 def test_ddp_without_a_script_takes_workers_and_says_so(monkeypatch):
-    monkeypatch.setattr(ddp, "what_runs_instead_of_a_script", lambda: "a dream")
+    monkeypatch.setattr(script, "what_runs_instead_of_a_script", lambda: "a dream")
     with pytest.warns(UserWarning, match="strategy=.ddp.*this is a dream. It uses worker"):
         found = resolved(2, "ddp")
     assert isinstance(found.launcher, WorkersLauncher) and found.reads_on_rank_zero

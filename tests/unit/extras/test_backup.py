@@ -20,9 +20,9 @@ from fitkit.callbacks import (
     checkpoint_writer,
 )
 from fitkit.checkpoint.atomic import replacing
-from fitkit.checkpoint.folders import UnfinishedFolder
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError, Preempted
 from fitkit.extras.backup import SignalNotes
+from fitkit.extras.dcp.unfinished_folder import UnfinishedFolder
 from tests.limits import patience
 from tests.nets import regression
 from tests.reference import assert_same_weights

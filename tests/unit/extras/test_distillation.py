@@ -270,9 +270,7 @@ def test_the_teacher_gets_what_the_students_forward_gets():
     half = WIDE / 2
     model = compiled(Named(0), Distillation(Named(1), ALPHA, T))
     model.fit({"b": half, "a": half}, Y, batch_size=48, shuffle=False, verbose=0)
-    plain = trained_by_hand(
-        Named(0).layers, Named(1).layers, slices(WIDE, Y, 48), epochs=1
-    )
+    plain = trained_by_hand(Named(0).layers, Named(1).layers, slices(WIDE, Y, 48), epochs=1)
     assert_same_weights(model.net.layers, plain, atol=1e-9)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fitkit
-from fitkit.distributed.launchers.workers import end_workers
+from fitkit.extras.launchers.workers import end_workers
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 keras = pytest.importorskip("keras")
@@ -919,7 +919,9 @@ COMPILED = ["batch norm", "two outputs, one masked", "noise"]
 
 
 @pytest.mark.filterwarnings("ignore:torch's compiler failed")
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(
+    "name", [COMPILED[0], *(pytest.param(name, marks=pytest.mark.slow) for name in COMPILED[1:])]
+)
 def test_a_compiled_network_trains_as_one_that_is_not(name):
     _, x, y = NETS[name]
     nets, logs = [made(name), made(name)], []

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import fitkit
-from fitkit.distributed.launchers.workers import end_workers
+from fitkit.extras.launchers.workers import end_workers
 from fitkit.extras.lightning_data import training_data, validation_data
 
 pl = pytest.importorskip("lightning.pytorch")

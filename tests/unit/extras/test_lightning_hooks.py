@@ -184,7 +184,13 @@ def test_a_data_modules_hooks_come_between_them_as_by_the_trainer(name):
     assert_same(*rest)
 
 
-@pytest.mark.parametrize("name", RUNS)
+# Half a hundred trainings each, whose hooks are among those of the other runs.
+AMONG_OTHERS = ("fit", "clipping")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in AMONG_OTHERS else ()) for n in RUNS]
+)
 def test_a_hook_alone_sees_what_it_sees_among_all(name):
     run = RUNS[name]
     called = dict.fromkeys(call[0] for call in recorded(run, TOGETHER)[0])

@@ -1,18 +1,21 @@
 """LightningModules, trained as Lightning's own Trainer trains them."""
 
 import copy
+import dataclasses
 import gc
 import pickle
 import weakref
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import fitkit
-from fitkit.distributed.launchers.workers import end_workers
+from fitkit.extras.launchers.workers import end_workers
 
 pytest.importorskip("lightning")
 
+from tests import lightning_programs as programs
 from tests.compiling import TRACED
 from tests.unit.extras import lightning_modules as modules
 from tests.unit.extras.lightning_modules import (
@@ -168,6 +171,21 @@ def test_two_processes_train_as_one(kind):
         assert second.history.history[name] == pytest.approx(values, abs=1e-6), name
 
 
+@pytest.mark.parametrize("name", ["classifier", "by_epoch", "metrics", "gan"])
+def test_so_do_two_processes_a_whole_program(name):
+    program = programs.PROGRAMS[name]
+
+    def batches_of_both():
+        data = programs.loader()
+        return DataLoader(data.dataset, batch_size=2 * data.batch_size)
+
+    one, expected = programs.by_fitkit(dataclasses.replace(program, data=batches_of_both))
+    two, found = programs.by_fitkit(program, devices=2)
+    assert_equal_weights(two, one, atol=1e-6)
+    for value in program.logged:
+        assert found[value] == pytest.approx(expected[value], rel=1e-5, abs=1e-6), value
+
+
 @pytest.mark.parametrize("kind", ["Momentum", "Plateau", "ByFrequency", "Logged", "Adversarial"])
 def test_a_resumed_training_equals_an_uncut_one(kind, tmp_path):
     uncut, cut = made(getattr(modules, kind))
@@ -186,9 +204,7 @@ def test_a_resumed_training_equals_an_uncut_one(kind, tmp_path):
         model.fit(data, validation_data=held_out, epochs=3, verbose=0, callbacks=Stops())
     fresh, _ = made(getattr(modules, kind), seed=5)
     again = model_of(fresh)
-    again.fit(
-        data, validation_data=held_out, epochs=3, verbose=0, resume_from=tmp_path / "cut.h5"
-    )
+    again.fit(data, validation_data=held_out, epochs=3, verbose=0, resume_from=tmp_path / "cut.h5")
     assert_equal_weights(fresh, uncut)
     # A metric's sum in float32 is added up in two parts.
     for name, values in whole.history.history.items():

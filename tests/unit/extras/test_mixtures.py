@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import fitkit
 from fitkit import callbacks
 from fitkit.data import CombinedLoader
-from fitkit.distributed.launchers.workers import end_workers
 from fitkit.errors import ArgumentTypeError
+from fitkit.extras.launchers.workers import end_workers
 from tests.nets import linear
 
 

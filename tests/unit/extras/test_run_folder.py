@@ -46,7 +46,7 @@ def test_it_holds_settings_environment_values_curves_and_weights(tmp_path):
     model = fit(runs)
     assert sorted(file.name for file in runs.path.iterdir()) == [
         "best.safetensors", "curves.png", "index.html", "last.safetensors",
-        "log.csv", "log.hyperparameters.json", "resume.h5", "run.json",
+        "log.csv", "log.hyperparameters.json", "resume.h5", "run.json", "steps.npy",
     ]  # fmt: skip
     record, history = record_in(runs.path), model.history.history
     assert record["status"] == "finished" and record["begun"] <= record["ended"]

@@ -68,9 +68,7 @@ def fitted(callbacks, made=None, **more):
     return model
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [(DropPath, "drop_prob"), (TheirStochasticDepth, "p")]
-)
+@pytest.mark.parametrize(("kind", "name"), [(DropPath, "drop_prob"), (TheirStochasticDepth, "p")])
 def test_the_rates_rise_with_depth_and_epochs_and_are_given_back(kind, name):
     notes = Notes(name)
     made = net(kind)

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 import fitkit
 from fitkit.distributed.devices import Machine, choose_kind, parse_devices
-from fitkit.distributed.launchers.workers import end_workers
 from fitkit.distributed.resolve import resolve_strategy
 from fitkit.distributed.world import World
+from fitkit.extras.launchers.workers import end_workers
 from fitkit.extras.xla_adapters import TorchTPU, TorchXLA
 from fitkit.strategies import XLAAdapter, XLAStrategy
 from tests.nets import classes_in_turn, dense

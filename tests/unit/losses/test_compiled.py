@@ -431,7 +431,7 @@ def test_a_net_may_give_other_outputs_in_training_than_in_evaluation():
 def test_outputs_without_the_loss_s_are_reported_in_later_batches_too():
     loss = CompiledLoss(KINDS["dict"][0])
     loss.check(*KINDS["dict"][1:3])
-    with pytest.raises(ConfigurationError, match=r"loss has 2 entries, but the net has one"):
+    with pytest.raises(ConfigurationError, match=r"loss names \['size'\]"):
         loss({"kind": LOGITS}, {"kind": INDICES})
 
 

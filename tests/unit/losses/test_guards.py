@@ -10,7 +10,7 @@ from torch import nn
 
 from fitkit.errors import ConfigurationError
 from fitkit.losses import CompiledLoss, resolve
-from fitkit.losses.guards import check_label_range
+from fitkit.losses.guards import check_broadcast, check_label_range
 
 LOGITS = torch.tensor([[1.0, -2.0, 0.5], [0.1, 0.2, 0.3], [4.0, 0.0, -1.0], [0.0, 0.0, 2.0]])
 INDICES = torch.tensor([1, 0, 0, 2])
@@ -310,3 +310,37 @@ def test_a_message_reads_as_one_sentence_after_the_other():
         "(FK006: docs/troubleshooting.md#fk006)"
     )
     assert not re.search(r"\s{2,}", text)
+
+
+COLUMN = torch.linspace(-2, 3, 40)[:, None].sin()
+TRUTHS = torch.linspace(-1, 4, 40).cos()
+PAIRING = {
+    "mean": lambda p, t: ((p - t) ** 2).mean(),
+    "values": lambda p, t: (t - p).abs(),
+    "sum by length": lambda p, t: ((p - t) ** 2).sum() / len(p),
+    "torch's": lambda p, t: F.huber_loss(p, t),
+    "expanded": lambda p, t: F.mse_loss(p.expand(-1, len(t)), t.expand(len(p), -1)),
+    "weighed": lambda p, t: (t.abs() * (p - t) ** 2).mean(),
+}
+NOT_PAIRING = {
+    "squeezed": lambda p, t: ((p.squeeze(-1) - t) ** 2).mean(),
+    "reshaped": lambda p, t: F.mse_loss(p.reshape(t.shape), t),
+    "pairs of samples": lambda p, t: F.relu(1 - (p - p.T) * (t[:, None] - t).sign()).mean(),
+    "linear": lambda p, t: (p - t).mean(),
+    "raises": lambda p, t: (p[:, 0] - t)[39],
+}
+
+
+@pytest.mark.parametrize("target", [TRUTHS, torch.zeros(40), torch.ones(40), TRUTHS[:2]])
+@pytest.mark.parametrize("prediction", [COLUMN, torch.zeros(40, 1), torch.ones(40, 1)])
+@pytest.mark.parametrize("kind", [*PAIRING, *NOT_PAIRING])
+def test_a_function_that_meets_every_prediction_with_every_target(kind, prediction, target):
+    function = PAIRING.get(kind) or NOT_PAIRING[kind]
+    prediction = prediction[: len(target)]
+    state = torch.get_rng_state()
+    if kind in PAIRING:
+        with pytest.raises(ConfigurationError, match="every prediction meets every target"):
+            check_broadcast("loss", function, prediction, target)
+    else:
+        check_broadcast("loss", function, prediction, target)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -67,8 +67,30 @@ def test_a_shuffling_loader_is_read_in_the_order_of_a_plain_loop():
     model.fit(DataLoader(data, batch_size=8, shuffle=True), epochs=3, verbose=0)
     torch.manual_seed(5)
     loader = DataLoader(data, batch_size=8, shuffle=True)
+    # The orders follow one another as if the net drew nothing.
+    passes = [list(loader)]
+    after_the_first = torch.get_rng_state()
+    passes += [list(loader) for _ in range(2)]
+    torch.set_rng_state(after_the_first)
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for batches in passes:
+        plain_loop(theirs, optimizer, batches, 1)
+    assert_same_weights(ours, theirs)
+
+
+def test_a_shuffling_loader_and_a_net_that_draws_nothing_are_a_plain_loop():
+    ours, theirs = small_net(), small_net()
+    data = TensorDataset(X, LABELS)
+    torch.manual_seed(5)
+    model = fitkit.Model(ours)
+    model.compile("sgd", "cross_entropy", learning_rate=0.1)
+    model.fit(DataLoader(data, batch_size=8, shuffle=True), epochs=3, verbose=0)
+    drawn = torch.rand(())
+    torch.manual_seed(5)
+    loader = DataLoader(data, batch_size=8, shuffle=True)
     plain_loop(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1), loader, 3)
     assert_same_weights(ours, theirs)
+    assert torch.equal(torch.rand(()), drawn)
 
 
 def test_lbfgs_trains_with_its_closure():

@@ -1,6 +1,7 @@
 """evaluate and predict compute no gradients, and what they compute can be trained with."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fitkit
+from fitkit.data.batches import Batch
+from fitkit.data.to_device import own_data
 from fitkit.training.caller import Caller
+from fitkit.training.evaluate import InStep
 
 X, Y = torch.randn(20, 3), torch.randint(2, (20,))
 
@@ -254,3 +258,26 @@ def test_two_replicas_say_where_they_train_and_what_an_update_sees(capsys):
     model.compile(accumulate_grad_batches=1, sync_batchnorm=True)
     with pytest.raises(fitkit.ConfigurationError, match="sync_batchnorm=True doesn't work with"):
         model.fit(X, Y, verbose=0)
+
+
+class WithAnotherRank:
+    """The exchanges of a rank in step beside one that has so many batches."""
+
+    world_size = 2
+
+    def __init__(self, batches):
+        self.left = batches
+
+    def sums(self, facts):
+        there, self.left = float(self.left > 0), self.left - 1
+        return [fact + there for fact in facts]
+
+
+def test_a_batch_that_a_rank_in_step_repeats_is_as_it_came():
+    strategy = SimpleNamespace(collectives=WithAnotherRank(3), evaluates_in_step=True)
+    found = []
+    for batch in InStep(iter([Batch(torch.ones(2), 2, 2, is_lent=False)]), strategy):
+        own = own_data(batch)
+        found.append((own.tolist(), batch.samples))
+        own.zero_()  # as a net that writes into its inputs
+    assert found == [([1.0, 1.0], 2), ([1.0, 1.0], 0), ([1.0, 1.0], 0)]

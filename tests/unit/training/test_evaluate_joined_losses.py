@@ -7,7 +7,6 @@ from torch import nn
 
 import fitkit
 from fitkit import ConfigurationError
-from fitkit.losses.loss import resolve
 
 SAMPLES, BATCH = 75, 8  # a last batch of 3
 LABELS = torch.arange(SAMPLES) % 3
@@ -221,29 +220,6 @@ def test_a_loss_in_whose_call_the_users_code_acts_sees_each_batch():
         expected = F.cross_entropy(scores(model.net(INPUTS)), LABELS).item()
         found = model.evaluate(INPUTS, LABELS, batch_size=BATCH, verbose=0, return_dict=True)
         assert found["loss"] == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("classes", [1, 2, 10, 40])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_scores_of_few_classes_are_turned_and_give_the_same(classes, dtype, monkeypatch):
-    monkeypatch.setattr("fitkit.losses.formulas.FEW", 16)
-    torch.manual_seed(0)
-    scores = (30 * torch.randn(500, classes)).to(dtype)  # some losses are tiny beside their scores
-    labels = torch.randint(0, classes, (500,))
-    shapes, plain = [], F.cross_entropy
-
-    def watched(given, *others, **options):
-        shapes.append(given.shape)
-        return plain(given, *others, **options)
-
-    monkeypatch.setattr(F, "cross_entropy", watched)
-    for smoothing in (0.0, 0.1):
-        loss = resolve(nn.CrossEntropyLoss(label_smoothing=smoothing))
-        wide = scores.float() if dtype is torch.bfloat16 else scores
-        expected = plain(wide, labels, reduction="none", label_smoothing=smoothing)
-        found = loss.of_each(scores, labels)
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
-    assert shapes == [(1, classes, 500) if classes < 16 else (500, classes)] * 2
 
 
 def test_weighted_samples_arent_joined():

@@ -117,7 +117,13 @@ def has_only(before):
     return pipes_and_processes() <= before
 
 
-@pytest.mark.parametrize("verb", VERBS)
+# The others begin their processes as these do.
+OFTEN = ("fit", "persistent workers", "generator", "evaluate", "predict in fit")
+
+
+@pytest.mark.parametrize(
+    "verb", [pytest.param(v, marks=() if v in OFTEN else pytest.mark.slow) for v in VERBS]
+)
 def test_every_verb_gives_the_numbers_that_it_gives_where_all_workers_begin(verb):
     expected, before = numbers(verb), pipes_and_processes()
     after_forks[:] = [lambda: None, never_begins]

@@ -33,8 +33,6 @@ class Cumulative:
         return torch.cat(self.values).mean()
 
 
-
-
 class Kept:
     """A user's function with settings; not a protocol."""
 

@@ -549,9 +549,7 @@ def test_what_lbfgs_computes_again_is_neither_logged_nor_counted():
 
     plain, own = fitkit.Model(linear(4, 3, seed=1)), Own(linear(4, 3, seed=1))
     for model in (plain, own):
-        model.compile(
-            partial(torch.optim.LBFGS, max_iter=4), "cross_entropy", metrics=["accuracy"]
-        )
+        model.compile(partial(torch.optim.LBFGS, max_iter=4), "cross_entropy", metrics=["accuracy"])
     expected, found = (model.fit(X, Y, **QUIET).history for model in (plain, own))
     assert found["loss"] == found["own"] == pytest.approx(expected["loss"])
     assert found["accuracy"] == expected["accuracy"]

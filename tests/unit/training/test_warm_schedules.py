@@ -40,8 +40,11 @@ def compiled(schedule, every=1, **arguments):
     return model
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("name", HEIGHTS)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [*((name, WAYS[0]) for name in HEIGHTS), *(("warmup_stable_decay", way) for way in WAYS[1:])],
+    ids=lambda one: getattr(one, "__name__", one),
+)
 def test_a_word_ends_at_its_floor_however_the_training_is_made(tmp_path, name, way):
     words = [({}, None, 0.05), ({"warmup": 0.3}, None, 0.3), ({}, 0.5, None), ({}, 0, None)]
     for options, warmup_epochs, part in words:

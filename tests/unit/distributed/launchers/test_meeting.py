@@ -16,7 +16,8 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from fitkit.distributed.cluster import Cluster
-from fitkit.distributed.launchers import launched, meeting, meeting_folder
+from fitkit.distributed.launchers import launched, meeting
+from fitkit.distributed.launchers import private_folder as folders
 from fitkit.distributed.launchers.launched import (
     AddressFile,
     launch_name,
@@ -24,7 +25,7 @@ from fitkit.distributed.launchers.launched import (
     shared_address,
 )
 from fitkit.distributed.launchers.meeting import Meeting
-from fitkit.distributed.launchers.meeting_folder import private_folder
+from fitkit.distributed.launchers.private_folder import private_folder
 from fitkit.distributed.launchers.watch import Failure
 from fitkit.errors import ConfigurationError, WorkerError
 from tests.limits import patience
@@ -35,7 +36,7 @@ SHORT = timedelta(seconds=0.4)
 
 @pytest.fixture(autouse=True)
 def nothing_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr(meeting_folder.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(folders.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.delenv("PMIX_NAMESPACE", raising=False)
     monkeypatch.setattr(meeting, "LINGER_S", 0.2)
     yield

@@ -1,6 +1,7 @@
 """How ranks learn of each other's failures, and what becomes of a rank's process."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,8 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import DistBackendError, HashStore
 
-from fitkit.distributed.launchers import watch
-from fitkit.distributed.launchers.process import RankProcess
+from fitkit.distributed.launchers import asking, watch
 from fitkit.distributed.launchers.watch import (
     Failure,
     Watch,
@@ -19,6 +19,10 @@ from fitkit.distributed.launchers.watch import (
     shows_broken_exchange,
 )
 from fitkit.errors import WorkerError
+from fitkit.extras import whereabouts
+from fitkit.extras.launchers.process import RankProcess
+from fitkit.extras.whereabouts import Standing
+from fitkit.pulse import heard, running
 from tests.limits import patience
 
 CUT = RuntimeError("[../gloo.cc:99] Connection closed by peer [127.0.0.1]:1234")
@@ -28,14 +32,15 @@ CUT = RuntimeError("[../gloo.cc:99] Connection closed by peer [127.0.0.1]:1234")
 def in_a_hurry(monkeypatch):
     for name, seconds in {"PERIOD_S": 0.05, "SILENCE_S": 0.3, "ANSWER_S": 0.2}.items():
         monkeypatch.setattr(watch, name, seconds)
+    monkeypatch.setattr(asking, "ANSWER_S", 0.2)
 
 
-def on_ranks(size, act, lost=lambda: None):
+def on_ranks(size, act, lost=lambda: None, **options):
     """What `act(rank, watch)` gives on each rank; the ranks are threads."""
     store, ended = HashStore(), []
 
     def run(rank):
-        with Watch(store, rank, size, lost, lambda: ended.append(rank), False) as own:
+        with Watch(store, rank, size, lost, lambda: ended.append(rank), False, **options) as own:
             return act(rank, own)
 
     with ThreadPoolExecutor(size) as pool:
@@ -85,21 +90,93 @@ def test_a_rank_that_does_not_answer_is_named():
     assert "Rank 1 doesn't answer" in on_ranks(2, act)[0].what
 
 
+TIMED_OUT = RuntimeError("Timed out waiting 2000ms for recv operation to complete")
+
+
+def at_one_place(error):
+    try:
+        raise error
+    except RuntimeError:
+        return error
+
+
+def at_another_place(error):
+    try:
+        raise error
+    except RuntimeError:
+        return error
+
+
 @pytest.mark.parametrize(
-    ("error", "words"),
+    ("errors", "words"),
     [
-        (CUT, "connection between ranks was closed although no rank failed"),
-        (RuntimeError("Timed out waiting 2000ms for recv"), "in different exchanges"),
+        ([CUT, CUT], "connection between ranks was closed although no rank failed"),
+        (
+            [at_one_place(TIMED_OUT), at_another_place(RuntimeError(*TIMED_OUT.args))],
+            "in different exchanges until 2 s .*is_global_zero.*FK043",
+        ),
+        ([at_one_place(RuntimeError(*TIMED_OUT.args))] * 2, "same exchange until 2 s .*network"),
+        (
+            [at_one_place(RuntimeError(*CUT.args)), at_one_place(RuntimeError(*TIMED_OUT.args))],
+            "Rank 0 came to an exchange more than 2 s after rank 1",
+        ),
+        ([TypeError("Timed out"), TypeError("Timed out")], "waited for each other until the"),
     ],
+    ids=["closed", "different", "network", "late", "unknown"],
 )
-def test_exchanges_broken_on_all_ranks_are_shown_with_every_rank_s_place(error, words):
+def test_exchanges_broken_on_all_ranks_are_shown_with_every_ranks_place(errors, words):
     def act(rank, own):
-        assert own.cause(error) is None
-        return broken_exchange(rank, error, own)
+        assert own.cause(errors[rank]) is None
+        return broken_exchange(rank, errors[rank], own)
 
     for failure in on_ranks(2, act):
-        assert words in failure.what
+        assert re.match(f".*{words}", failure.what), failure.what
+        assert failure.text.startswith("  rank 0: ") and "\n  rank 1: " in failure.text
         assert "Rank 0 waited here" in failure.text and "Rank 1 waited here" in failure.text
+
+
+def test_ranks_that_do_not_move_are_shown_at_once_and_less_often_later(capsys):
+    def act(rank, own):
+        with running("fit"):
+            heard(iter(()), "training", epoch=1)
+            time.sleep(2)  # here both are
+
+    on_ranks(2, act, quiet_s=0.2)
+    shown = capsys.readouterr().err
+    assert 1 <= shown.count("no batch for") <= 4
+    assert "(fit, epoch 2). Each rank's place:\n  rank 0, batch 0: is in act, " in shown
+    assert "\n  rank 1, batch 0: is in act, " in shown and "# here both are" in shown
+
+
+def test_nothing_is_shown_while_a_rank_moves_or_where_that_is_switched_off(capsys):
+    def act(rank, own):
+        with running("fit"):
+            for _ in heard(iter(range(20)), "training", epoch=0):
+                time.sleep(0.1 if rank else 0.0)
+            time.sleep(0.0 if rank else 2.0)
+
+    on_ranks(2, act, quiet_s=1.0)
+    on_ranks(2, act)
+    assert capsys.readouterr().err == ""
+
+
+def test_ranks_that_wait_for_each_other_are_ended_at_the_third_look(monkeypatch, capsys):
+    def here(still):
+        place = f"place {still.thread}"
+        return Standing("fit", 1, still.look(), 0.0, "exchange", f"waits at {place}", place, "st")
+
+    monkeypatch.setattr(whereabouts, "standing", here)
+    deadline = time.monotonic() + patience(30)
+
+    def act(rank, own):
+        while own.failure is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return own.failure
+
+    for failure in on_ranks(3, act, quiet_s=0.2, sees_waits=True):
+        assert re.search(r"none will go on\. .*is_global_zero.*FK043", failure.what)
+        assert failure.text.count(" waited here:\nst") == 3
+    assert capsys.readouterr().err.count("none will go on") == 3
 
 
 def test_only_errors_of_exchanges_show_a_broken_one():

@@ -99,7 +99,7 @@ def test_a_number_that_a_callback_changes_is_used_at_once():
     net = nn.Linear(6, 3)
     wanted = copy.deepcopy(net)
     model = Annealed(net)
-    model.compile("sgd", learning_rate=0.1, jit_compile=True, accelerator="cpu", devices=1)
+    model.compile("sgd", learning_rate=0.1, jit_compile=TRACED, accelerator="cpu", devices=1)
     model.fit(BATCHES, verbose=0, callbacks=Anneal())
     optimizer = torch.optim.SGD(wanted.parameters(), 0.1)
     for number, (x, y) in enumerate(BATCHES):
@@ -136,8 +136,7 @@ def test_draws_of_python_and_numpy_are_those_of_the_step_as_written(kind):
         random.seed(3)
         np.random.seed(3)
         net = Noisy(DRAWS[kind])
-        how = True if kind == "uniform" else TRACED
-        weights.append((trained(net, how).net if jit_compile else plain(net)).layer.weight)
+        weights.append((trained(net, TRACED).net if jit_compile else plain(net)).layer.weight)
     torch.testing.assert_close(*weights)
 
 

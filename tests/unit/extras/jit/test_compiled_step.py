@@ -127,7 +127,7 @@ def test_switched_off_the_same_is_computed_as_written(name, monkeypatch):
     ("name", "optimizer"),
     [
         ("Adam, a short last batch", "adam"),
-        ("a rate for each step", NESTEROV),
+        pytest.param("a rate for each step", NESTEROV, marks=pytest.mark.slow),
         ("several outputs", NESTEROV),
     ],
 )
@@ -180,7 +180,7 @@ def dropping():
     [
         (perceptron, [], 8, 8),  # eight steps a call
         pytest.param(perceptron, [], 12, 5, marks=pytest.mark.slow),  # four
-        (perceptron, [], 1, 32),
+        pytest.param(perceptron, [], 1, 32, marks=pytest.mark.slow),
         (dropping, [DropsAll], 12, 3),  # a dropout of 1 draws other numbers: as written
         (dropping, [DropsAll], 1, 0),
         pytest.param(Keeping, [], 12, 0, marks=pytest.mark.slow),
@@ -213,7 +213,6 @@ def test_torch_checks_a_compiled_step_after_other_code(
     [
         ({"optimizer": partial(optim.Rprop), **COUNTED}, "can be traced"),
         ({"optimizer": partial(optim.SGD, momentum=0.9, dampening=0.5)}, "second update"),
-        ({"optimizer": partial(optim.Rprop)}, "can be traced"),
         ({"optimizer": partial(optim.RAdam)}, "branching"),
         ({"lr_scheduler": {"scheduler": ONE_CYCLE, "interval": "step"}}, "change from step"),
     ],
@@ -338,7 +337,7 @@ def failing_after(batches):
     raise OSError("the disk is gone")
 
 
-@pytest.mark.parametrize("batches", [5, 6])
+@pytest.mark.parametrize("batches", [5, pytest.param(6, marks=pytest.mark.slow)])
 def test_batches_that_wait_have_been_learned_when_the_next_one_cannot_be_read(batches):
     class Noting(fitkit.callbacks.Callback):
         def on_exception(self, error):
@@ -587,7 +586,9 @@ def drop_gradient(parameter):
 @pytest.mark.parametrize(
     ("net", "words"),
     [
-        (partial(hooked, "register_hook"), "a parameter has hooks on its gradient"),
+        pytest.param(
+            partial(hooked, "register_hook"), "a parameter has hooks", marks=pytest.mark.slow
+        ),
         (partial(hooked, "register_post_accumulate_grad_hook"), "has hooks on its gradient"),
         (Alternating, "which parameters have a gradient changes from batch to batch"),
         (Counting, ""),

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import fitkit
-from fitkit.distributed.launchers.workers import end_workers
 from fitkit.extras.jit.programs import Programs
+from fitkit.extras.launchers.workers import end_workers
 from tests.compiling import HAS_COMPILER
 
 torch.manual_seed(0)

@@ -8,7 +8,7 @@ import torch
 
 import fitkit
 from fitkit import loggers
-from fitkit.distributed.launchers.workers import end_workers
+from fitkit.extras.launchers.workers import end_workers
 
 pytestmark = pytest.mark.timeout(100)
 

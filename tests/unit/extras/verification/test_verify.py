@@ -13,11 +13,13 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import fitkit
+from fitkit.extras.verification.trials import Trials
+from fitkit.samples import Counted
 from tests import nets
 from tests.reference import compiled, copied_state, is_same, plain_loop
 
-ALL = ["data", "repeat", "accumulated", "processes", "evaluation", "compiled", "resumed",
-       "precision"]  # fmt: skip
+ALL = ["data", "augmentation", "repeat", "accumulated", "processes", "evaluation", "compiled",
+       "resumed", "precision"]  # fmt: skip
 
 
 def verified(net, x, y, loss="cross_entropy", *, devices=1, kind=fitkit.Model, data=None,
@@ -107,8 +109,8 @@ def test_batch_normalization_is_named_with_its_layer_and_what_helps(data):
 def test_batch_normalization_after_dropout_is_told_what_helps_too(data):
     net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.BatchNorm1d(16), nn.Linear(16, 3))
     found = verified(net, *data, devices=2, optimizer="sgd")["processes"]
-    assert kinds(found) == ["dropout", "batch_norm"]
-    assert "compile(sync_batchnorm=True): then equal to" in found.causes[1].advice
+    assert kinds(found) == ["batch_norm"]
+    assert "compile(sync_batchnorm=True): then equal to" in found.causes[0].advice
 
 
 def test_frozen_batch_normalization_makes_no_difference(data):
@@ -117,39 +119,89 @@ def test_frozen_batch_normalization_makes_no_difference(data):
     assert verified(net, *data).ok
 
 
-@pytest.mark.parametrize("dropout", [nn.Dropout, nn.AlphaDropout])
-def test_layers_that_draw_are_named_and_then_left_out(data, dropout):
-    net = nn.Sequential(nn.Linear(8, 16), dropout(0.3), nn.Tanh(), nn.Linear(16, 9),
-                        nn.Dropout(0.2), nn.BatchNorm1d(9), nn.Linear(9, 3))  # fmt: skip
-    found = verified(net, *data)
-    assert kinds(found["accumulated"])[0] == "dropout"
-    assert kinds(found["accumulated"])[-1] == "batch_norm"
-    assert found["accumulated"].causes[0].place == f"{dropout.__name__} '1'"
-    assert found["resumed"].ok  # the checkpoint has the random numbers
-
-
 class DrawsInForward(nn.Module):
     def __init__(self):
         super().__init__()
         self.one, self.two = nets.linear(8, 16), nets.linear(16, 3)
 
     def forward(self, x):
-        return self.two(F.dropout(self.one(F.dropout(x, 0.3, self.training)), 0.3, self.training))
+        noise = torch.randn_like(x) + torch.rand(len(x), 1) + torch.empty_like(x).exponential_()
+        drawn = F.gumbel_softmax(self.one(F.dropout(x + 0.1 * noise, 0.3, self.training)))
+        return self.two(drawn * torch.bernoulli(torch.full_like(drawn, 0.7)))
 
 
-def test_a_forward_that_draws_is_named_as_the_module_whose_it_is(data):
-    found = verified(nn.Sequential(DrawsInForward(), nn.Tanh()), *data)
-    assert [(c.kind, c.place) for c in found["accumulated"].causes] == [
-        ("dropout", "DrawsInForward '0'")
-    ]
+class Sequences(nn.Module):
+    """Reads a sample as 4 steps of 2 numbers, with the batch in the middle."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.body, self.last = body, nets.linear(8, 3)
+        self.first = nets.linear(2, 8)
+
+    def forward(self, x):
+        steps = self.first(x.view(-1, 4, 2)).transpose(0, 1)
+        found = self.body(steps)
+        return self.last((found[0] if isinstance(found, tuple) else found).mean(0))
 
 
-def test_a_layer_that_changes_its_input_in_place_is_named(data):
-    dropout = nn.Dropout(0.3, inplace=True)
-    net = nn.Sequential(nets.linear(8, 16), dropout, nets.linear(16, 9), nn.Dropout(0.3, True),
-                        nets.linear(9, 3))  # fmt: skip
+def encoder():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.2)
+    return Sequences(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+
+
+DRAWING = {
+    "dropout": lambda: nn.Sequential(
+        nets.linear(8, 16), nn.Dropout(0.3, True), nets.linear(16, 9), nn.AlphaDropout(0.3),
+        nets.linear(9, 3),
+    ),
+    "functions": lambda: nn.Sequential(DrawsInForward(), nn.Tanh()),
+    "attention": encoder,
+    "recurrent": lambda: Sequences(nn.LSTM(8, 8, 2, dropout=0.3)),
+    "checkpointed": lambda: Checkpointed(nn.Sequential(nn.Dropout(0.3), nets.linear(8, 3))),
+}  # fmt: skip
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_nets_that_draw_are_compared_exactly(data, name):
+    torch.manual_seed(0)
+    model = compiled(DRAWING[name](), "adam")
+    trials = Trials(model, [tuple(part[:32] for part in data)], 2, None)
+    others = [trials.accumulated(4)]
+    if name == "attention":
+        others.append(trials.on_processes())
+    unmasked = trials.reference(masked=False)
+    assert trials.compared(trials.reference(), unmasked)[0] > 0.1  # other numbers than torch's
+    for other in others:
+        assert trials.compared(trials.reference(), other)[0] < 1e-6
+
+
+def test_a_fault_is_found_behind_layers_that_draw(data):
+    net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 9),
+                        nn.AlphaDropout(0.2), nn.BatchNorm1d(9), nn.Linear(9, 3))  # fmt: skip
     found = verified(net, *data)
-    assert [(c.kind, c.place) for c in found["accumulated"].causes] == [("dropout", "Dropout '1'")]
+    assert [(c.kind, c.place) for c in found["accumulated"].causes] == [
+        ("batch_norm", "BatchNorm1d '5'")
+    ]
+    assert found["resumed"].ok  # the checkpoint has the random numbers
+    assert "by rows" in found["accumulated"].note
+
+
+def test_layers_that_draw_in_other_ways_are_named_and_then_left_out(data):
+    net = nn.Sequential(nn.Linear(8, 16), nn.RReLU(), nn.Linear(16, 9), nn.BatchNorm1d(9),
+                        nn.Linear(9, 3))  # fmt: skip
+    found = verified(net, *data)
+    assert [(c.kind, c.place) for c in found["accumulated"].causes] == [
+        ("dropout", "RReLU '1'"), ("batch_norm", "BatchNorm1d '3'")
+    ]  # fmt: skip
 
 
 class Centred(nn.Module):
@@ -245,6 +297,40 @@ def test_data_that_arent_the_same_twice_are_told_with_the_batch(data):
     assert not found["data"].ok
     assert kinds(found["data"]) == ["data"]
     assert found["accumulated"].ok  # the batches that were read are
+    (cause,) = found["augmentation"].causes
+    assert (cause.kind, cause.place) == ("data", "The data set Unsteady")
+
+
+class OfTheModule(Dataset):
+    """Draws from a generator that no attribute leads to."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.full((8,), index + OUTSIDE.random()), index % 3
+
+
+class Seeded(OfTheModule):
+    """Draws from such a one, with the sample's seed."""
+
+    def __getitem__(self, index):
+        numbers = random.Random(fitkit.data.sample_seed())
+        return torch.full((8,), index + numbers.random() + np.random.rand()), index % 3
+
+
+OUTSIDE = random.Random(4)
+
+
+@pytest.mark.parametrize("kind", [OfTheModule, Seeded])
+def test_data_whose_numbers_are_not_the_samples_are_named(data, kind):
+    wrapped = torch.utils.data.Subset(kind(), range(40))
+    row = verified(nets.dense(8, 16, 3), None, None, data=wrapped)["augmentation"]
+    if kind is Seeded:
+        assert row.ok and math.isinf(row.digits)
+    else:
+        assert row.causes[0].place == "The data set OfTheModule"
+        assert "sample_seed" in row.causes[0].advice
 
 
 class Noise(nn.Module):
@@ -358,7 +444,7 @@ def as_lists(rows):
 def test_a_wrong_count_of_samples_is_found(collate, wrong, monkeypatch):
     """verify counts by itself: by rows, or by the samples that the data set gave."""
     if wrong:
-        monkeypatch.setattr("fitkit.data.batches.plain_rows", lambda _: 1)
+        monkeypatch.setattr("fitkit.training.parts_of_batches.counted", lambda _: Counted(1))
         monkeypatch.setattr("fitkit.extras.verification.trials.samples_of", lambda _: 1)
     if collate is None:
         model = fitkit.Model(torch.nn.Linear(3, 1))

@@ -1,0 +1,208 @@
+"""Which samples a batch has, and where numbers in it went bad: asked for when something has."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from fitkit import trees
+from fitkit.random_states import kept_random_numbers, set_random_state
+from fitkit.samples import samples_of
+from fitkit.seams.callbacks import ArraySource, rank_source, reads_by_index
+from fitkit.seams.data import LoaderSource, Source
+
+SHOWN = 8
+"""Of more samples than so many, the first are named."""
+
+
+# ---------------------------------------------------------------------- which samples
+
+
+class Numbers(Dataset[int]):
+    """Each sample's index, in the place of the sample."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: Any) -> Any:
+        return index
+
+
+def indices_of(run: Any, number: int, place: int) -> list[int] | None:
+    """Return the indices in the data of the samples that this rank has in a batch of a training.
+
+    The order of a pass is drawn once more, from the state in which it began, so that nothing has
+    to be kept while all is well.
+
+    Args:
+        run: the running fit.
+        number: of the pass over the data.
+        place: how many batches of the pass, over all ranks, came before.
+
+    Returns:
+        None for data whose order can't be known: streams, generators, loaders of several sets.
+
+    Ranks:
+        Collective.
+    """
+    found = next(_replayed(run, number, place), None)
+    return None if found is None else found.tolist()
+
+
+def indices_of_pass(run: Any, number: int) -> list[Any] | None:
+    """Return the indices of the samples that this rank has in each batch of a pass: int64 (B,).
+
+    Ranks:
+        Collective.
+    """
+    found = list(_replayed(run, number, 0))
+    return None if not found or any(one is None for one in found) else found
+
+
+def _replayed(run: Any, number: int, place: int) -> Iterator[torch.Tensor | None]:
+    """Yield the indices of a pass's batches from `place` on; None for one that can't be known."""
+    source = _numbered(run.source.whole)
+    (began,) = run.progress.began
+    if source is None or began is None:
+        return
+    mine = rank_source(run.model, source, training=True, samples_of=samples_of)
+    generators = run.source.generators
+    with kept_random_numbers(generators):
+        set_random_state(began, generators)
+        batches: Iterator[Any] = mine.batches(number, place)
+        for batch in batches:
+            data = getattr(batch, "data", None)
+            if isinstance(data, (tuple, list)):
+                data = data[0]
+            if isinstance(data, torch.Tensor) and data.ndim == 1:
+                yield data[: batch.samples]
+            else:
+                yield None
+
+
+def _numbered(source: Source) -> Source | None:
+    """Return a source whose samples are their indices, in the same order; None if there is none."""
+    found: Any = copy.copy(source)
+    numbered: Source = found
+    if isinstance(source, ArraySource):
+        found.batch, found._flat = (torch.arange(source.samples),), True
+        return numbered
+    if not isinstance(source, LoaderSource) or source.is_stream or source.own_state is not None:
+        return None
+    loader = source.loader
+    if loader.batch_sampler is None or not hasattr(loader.dataset, "__len__"):
+        return None
+    count = len(loader.dataset)
+    other: DataLoader[Any] = copy.copy(loader)
+    in_memory = reads_by_index(loader)
+    for name, value in (
+        ("dataset", TensorDataset(torch.arange(count)) if in_memory else Numbers(count)),
+        ("collate_fn", torch.utils.data.default_collate if in_memory else torch.tensor),
+        ("num_workers", 0), ("pin_memory", False), ("timeout", 0), ("worker_init_fn", None),
+        ("prefetch_factor", None), ("persistent_workers", False), ("_iterator", None),
+    ):  # fmt: skip
+        object.__setattr__(other, name, value)
+    found.loader, found._reader = other, None
+    return numbered
+
+
+def named_samples(indices: list[int] | None) -> str:
+    """Return samples in words.
+
+    Example:
+        >>> from fitkit.extras.bad_numbers import named_samples
+        >>> named_samples([17, 4])
+        'samples 17, 4'
+    """
+    if not indices:
+        return "samples that can't be named"
+    more = f", … ({len(indices)} in all)" if len(indices) > SHOWN else ""
+    kind = "sample" if len(indices) == 1 else "samples"
+    return f"{kind} {', '.join(map(str, indices[:SHOWN]))}{more}"
+
+
+# ---------------------------------------------------------------------- where in the data
+
+
+def first_bad(data: Any, indices: list[int] | None = None) -> str | None:
+    """Return where the first number of a batch, or of data, is that isn't finite; None if all are.
+
+    Args:
+        data: a tree of tensors and arrays whose first dimension is the samples.
+        indices: the samples' indices in the data, if they aren't the rows' numbers.
+
+    Example:
+        >>> import torch
+        >>> from fitkit.extras.bad_numbers import first_bad
+        >>> x = torch.zeros(4, 3); x[2, 1] = float("nan")
+        >>> first_bad((x, torch.zeros(4)), [8, 3, 17, 5])
+        'x of sample 17 is nan at column 1'
+    """
+    for name, leaf in _named_leaves(data):
+        tensor = torch.from_numpy(leaf) if _is_float_array(leaf) else leaf
+        if not isinstance(tensor, torch.Tensor) or not trees.is_inexact(tensor) or not tensor.ndim:
+            continue
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+            continue
+        bad = ~torch.isfinite(tensor.detach())
+        if not bool(bad.any()):
+            continue
+        place = bad.nonzero()[0].tolist()
+        value = tensor[tuple(place)].item()
+        row = place[0] if indices is None or place[0] >= len(indices) else indices[place[0]]
+        inner = place[1:]
+        at = "" if not inner else f" at column {inner[0]}" if len(inner) == 1 else f" at {inner}"
+        return f"{name} of sample {row} is {value}{at}"
+    return None
+
+
+def _is_float_array(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fc" and leaf.dtype.itemsize <= 16
+
+
+def _named_leaves(data: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a batch with the names of its parts."""
+    parts = data if isinstance(data, (tuple, list)) else (data,)
+    for number, part in enumerate(parts):
+        name = ("x", "y", "sample_weight")[number] if len(parts) <= 3 else f"entry {number}"
+        for path, leaf in trees.leaves_with_paths(part):
+            yield f"{name}{path}", leaf
+
+
+def first_bad_of(run: Any, indices: list[int] | None = None) -> str | None:
+    """Return where the data of a training have a number that isn't finite; None where not known.
+
+    Args:
+        run: the running fit.
+        indices: of the samples that are looked at, which a data set reads once more. None for all,
+            where they are in memory.
+    """
+    whole = run.source.whole
+    if isinstance(whole, ArraySource):
+        if indices is None:
+            return first_bad(whole.batch)
+        return first_bad(whole.take(torch.tensor(indices)), indices)
+    if not isinstance(whole, LoaderSource):
+        return None
+    dataset: Any = whole.loader.dataset
+    if indices is None:
+        return first_bad(dataset.tensors) if type(dataset) is TensorDataset else None
+    for index in indices:
+        sample = trees.map_leaves(lambda leaf: _as_row(leaf), dataset[index])
+        if (found := first_bad(sample, [index])) is not None:
+            return found
+    return None
+
+
+def _as_row(leaf: Any) -> Any:
+    if isinstance(leaf, float):
+        return torch.tensor([leaf])
+    return leaf[None] if isinstance(leaf, (torch.Tensor, np.ndarray)) else leaf

@@ -1,0 +1,1 @@
+"""`.dcp`: checkpoints as folders to which every rank writes its part."""

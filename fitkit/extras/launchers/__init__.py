@@ -1,0 +1,1 @@
+"""What starts the ranks of a run: worker processes, and the script itself, started again."""

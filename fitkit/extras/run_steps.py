@@ -1,0 +1,162 @@
+"""What a run records of each update, by which two runs that part are compared."""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from fitkit.extras.bad_numbers import indices_of_pass
+from fitkit.extras.watches import BatchLosses
+from fitkit.outputs import EMPTY_MEAN
+from fitkit.seams.callbacks import Logs, from_all_ranks, run_of
+from fitkit.seams.files import replacing
+from fitkit.tensors import bytes_of
+
+STEPS = "steps.npy"
+"""The file's name."""
+
+ROW = np.dtype([
+    ("update", "<i8"), ("epoch", "<i8"), ("loss", "<f8"), ("rate", "<f8"), ("samples", "<u8"),
+    ("weights", "<u8"),
+])  # fmt: skip
+"""A row of the file, for an update: its number, the epoch, the mean of its batches' losses over the
+ranks, the first group's rate after it, a digest of its samples' indices whatever their order (0
+where they aren't known), and one of the weights after it at an epoch's end (0 elsewhere)."""
+
+
+class RunSteps:
+    """Collects the rows of a training. Losses are read from the device at an epoch's end.
+
+    A run that is resumed within an epoch lacks the update after which its checkpoint was saved:
+    another callback saved it before this one had seen that update.
+    """
+
+    def __init__(self) -> None:
+        self.rows: np.ndarray[Any, np.dtype[np.void]] = np.zeros(0, ROW)
+        self._losses = BatchLosses()
+        self._batches: list[tuple[int, int, float]] = []  # their number, the update, the rate
+        self._pass = 0
+
+    def add(self, model: Any, batch: int, logs: Logs) -> None:
+        """Note a batch, after its step."""
+        run, state = run_of(model), model._fitkit.fit_state
+        assert run is not None
+        self._losses.add(batch, logs)
+        update = state.updates + (not run.is_between_updates)
+        self._batches.append((batch, update, float(state.groups[0]["lr"])))
+        self._pass = run.progress.number
+
+    def state(self) -> list[Any]:
+        """Return what has been noted of this epoch, as plain data."""
+        return [[list(one) for one in self._batches], self._losses.state(), self._pass]
+
+    def restore(self, state: list[Any]) -> None:
+        """Go on from what `state` returned."""
+        self._batches = [(int(b), int(u), float(r)) for b, u, r in state[0]]
+        self._losses.restore(state[1])
+        self._pass = int(state[2])
+
+    def end_epoch(self, model: Any, epoch: int) -> None:
+        """Make an epoch's rows of what was noted.
+
+        Ranks:
+            Collective.
+        """
+        run: Any = run_of(model)
+        batches, self._batches = self._batches, []
+        losses = {batch: loss for batch, loss in self._losses.take() if loss is not EMPTY_MEAN}
+        by_steps = run.arguments.steps_per_epoch is not None
+        indices = None if by_steps else indices_of_pass(run, self._pass)
+        mine = [
+            (losses.get(b), 0 if indices is None or b >= len(indices) else _digest(indices[b]))
+            for b, _, _ in batches
+        ]
+        found = [one for one in from_all_ranks(model, mine) if len(one) == len(batches)]
+        updates: dict[int, tuple[list[float], int, float]] = {}
+        for at, (_, update, rate) in enumerate(batches):
+            values, digest, first = updates.get(update, ([], 0, rate))
+            losses_here: list[Any] = [one[at][0] for one in found]
+            values += [loss for loss in losses_here if loss is not None]
+            digest = (digest + sum(one[at][1] for one in found)) % 2**64
+            updates[update] = values, digest, first
+        rows = np.zeros(len(updates), ROW)
+        for at, (update, (values, digest, rate)) in enumerate(updates.items()):
+            mean = sum(values) / len(values) if values else np.nan
+            rows[at] = update, epoch, mean, rate, digest, 0
+        if len(rows):
+            rows["weights"][-1] = _digest_of_weights(model)
+        self.rows = np.concatenate([self.rows[self.rows["epoch"] < epoch], rows])
+
+    def write(self, folder: str | os.PathLike[str]) -> None:
+        """Write the rows to the run's folder, whole or not at all."""
+        buffer = io.BytesIO()
+        np.save(buffer, self.rows)
+        content = buffer.getvalue()
+        with replacing(os.path.join(folder, STEPS), len(content)) as file:
+            file.write(content)
+
+
+def _digest(indices: Any) -> int:
+    """Return a digest of a batch's samples; those of its parts add up to that of the whole."""
+    x = np.asarray(indices, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)  # splitmix64, of Steele et al., 2014
+    return int((x ^ (x >> np.uint64(31))).sum(dtype=np.uint64))
+
+
+def _digest_of_weights(model: Any) -> int:
+    """Return a digest of a net's tensors on this rank; 0 where they are spread over ranks."""
+    digest = xxhash.xxh3_64()
+    for name, tensor in model._weights_module().state_dict().items():
+        if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "full_tensor"):
+            return 0
+        digest.update(name.encode())
+        digest.update(bytes_of(tensor.detach()).cpu().numpy().data)
+    return digest.intdigest()
+
+
+def read_steps(folder: str | os.PathLike[str]) -> np.ndarray[Any, np.dtype[np.void]] | None:
+    """Return a run folder's rows; None where it has none that can be read."""
+    try:
+        rows = np.load(os.path.join(folder, STEPS), allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    return rows if getattr(rows, "dtype", None) == ROW and rows.ndim == 1 else None
+
+
+def parting(one: Any, other: Any) -> str:
+    """Return where two runs part, and what parted first.
+
+    Args:
+        one, other: the rows of each.
+    """
+    _, mine, theirs = np.intersect1d(one["update"], other["update"], return_indices=True)
+    a, b = one[mine], other[theirs]
+    if not len(a):
+        return "The runs' steps have no update in common."
+    loss = ~((a["loss"] == b["loss"]) | (np.isnan(a["loss"]) & np.isnan(b["loss"])))
+    known = (a["samples"] != 0) & (b["samples"] != 0)
+    samples, rate = known & (a["samples"] != b["samples"]), a["rate"] != b["rate"]
+    weights = (a["weights"] != b["weights"]) & (a["weights"] != 0) & (b["weights"] != 0)
+    apart = np.flatnonzero(loss | samples | rate | weights)
+    if not len(apart):
+        return f"The steps are equal up to update {a['update'][-1]:,}."
+    at = apart[0]
+    words = [
+        ("other samples" if samples[at] else "same samples") if known[at] else "samples unknown",
+        f"other rates ({a['rate'][at]:.6g}, {b['rate'][at]:.6g})" if rate[at] else "same rates",
+        f"other loss ({a['loss'][at]:.6g}, {b['loss'][at]:.6g})" if loss[at] else "same loss",
+    ]
+    why = "the data's order" if samples[at] else "the rates" if rate[at] else ""
+    if not why:
+        why = "code, weights or hardware" if known[at] else "the data, code, weights or hardware"
+    if not (loss[at] or samples[at] or rate[at]):
+        words.append("other weights after it")
+    ends = [n for n in range(at) if a["weights"][n] and a["weights"][n] == b["weights"][n]]
+    before = f"; weights were equal at epoch {a['epoch'][ends[-1]] + 1}'s end" if ends else ""
+    return f"They part at update {a['update'][at]:,}: {', '.join(words)} → {why}{before}."

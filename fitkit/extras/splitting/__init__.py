@@ -1,0 +1,5 @@
+"""`compile(out_of_memory="split")`: a batch that doesn't fit is computed in parts, and goes on."""
+
+from fitkit.extras.splitting.updates import UpdateInParts
+
+__all__ = ["UpdateInParts"]

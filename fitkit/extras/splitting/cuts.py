@@ -1,0 +1,124 @@
+"""How a batch that doesn't fit is cut, by its shapes, and what is said of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fitkit import trees
+from fitkit.errors import is_out_of_memory, warn
+from fitkit.extras.rows import rows_of
+from fitkit.model import Model
+from fitkit.seams.data import Batch, let_go
+
+
+@dataclasses.dataclass
+class Part:
+    """Some rows of a batch.
+
+    Attributes:
+        batch: holds them, in views of the whole batch's memory.
+        first, end: their places in the whole batch.
+    """
+
+    batch: Batch
+    first: int
+    end: int
+
+
+class Cuts:
+    """How many rows the parts of a verb's batches have, and how that becomes less.
+
+    Cuts nest: each part is halved, so that what ends at a row before does so afterwards.
+
+    Args:
+        model: computes the batches.
+        verb: what it is doing, for messages.
+        rows_of: counts the rows of a batch's data.
+    """
+
+    def __init__(self, model: Model, verb: str, samples_of: Callable[[Any], int]) -> None:
+        self._model, self._verb, self._samples_of = model, verb, samples_of
+        self._sizes: dict[tuple[Any, ...], list[int]] = {}  # of the batches that were cut
+        self._said = False
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """In how many parts batches are computed, by their shapes in words."""
+        return {_in_words(shapes): len(sizes) for shapes, sizes in self._sizes.items()}
+
+    def sizes(self, batch: Batch) -> list[int]:
+        """Return the rows of each of a batch's parts; those of one part where it wasn't cut."""
+        known = self._sizes.get(_shapes(batch.data)) if self._sizes else None
+        return known or [batch.samples or self._samples_of(batch.data)]
+
+    def parts_of(self, batch: Batch, sizes: list[int]) -> Iterator[Part]:
+        """Yield a batch's parts. Those of a batch that only fills don't count either."""
+        rows, first = sum(sizes), 0
+        others = batch.total - batch.samples  # which the first part stands for
+        for size in sizes:
+            end = first + size
+            data = rows_of(batch.data, rows, slice(first, end)) if size < rows else batch.data
+            counted = size if batch.samples else 0
+            total = counted + (others if first == 0 else 0)
+            # Each attempt computes what the batch holds, whatever a step writes into it.
+            yield Part(Batch(data, counted, total, is_lent=True), first, end)
+            first = end
+
+    def finer(self, batch: Batch, sizes: list[int], error: Exception) -> list[int]:
+        """Return the sizes of smaller parts, and free what the failed attempt held.
+
+        Call it outside of the `except` clause, whose frames hold the activations.
+
+        Raises:
+            Exception: the error, where it isn't one of memory, or no smaller parts can be.
+        """
+        if not is_out_of_memory(error) or max(sizes) < 2:
+            raise error
+        found = [size for whole in sizes for size in (whole - whole // 2, whole // 2) if size]
+        part = next(self.parts_of(batch, found)).batch
+        if self._samples_of(part.data) != found[0]:
+            raise error  # rows that nothing shows, such as those of a graph
+        let_go(error, self._model._fitkit.compilation.strategy.device)
+        return found
+
+    def keep(self, batch: Batch, sizes: list[int]) -> None:
+        """Compute later batches of these shapes in such parts at once, and say so once."""
+        if len(sizes) == 1:
+            return
+        shapes = _shapes(batch.data)
+        if self._sizes.get(shapes) == sizes:
+            return
+        self._sizes[shapes] = sizes
+        history = self._model.history
+        if self._verb == "fit" and self._model._fitkit.fit_state.run is not None and history:
+            history.params["parts"] = self.parts  # the callbacks share this dict
+        if self._said:
+            return
+        self._said = True
+        world = self._model._fitkit.compilation.strategy.world
+        where = f" (rank {world.rank})" if world.size > 1 else ""
+        fits, rows = max(sizes), sum(sizes)
+        instead = f"batch_size={fits}"
+        if self._verb == "fit":
+            every = self._model._fitkit.compilation.given.accumulate_grad_batches
+            instead += f", accumulate_grad_batches={-(-rows // fits) * every}"
+        warn(
+            f"In {self._verb} a batch of {rows} rows ({_in_words(shapes)}) didn't fit into "
+            f"memory{where}. It is computed in {len(sizes)} parts, as later ones of its shape are. "
+            f"The numbers stay the same, and each part is a call more. To avoid it, write "
+            f"{instead}.",
+            code="FK069",
+        )
+
+
+def _shapes(data: Any) -> tuple[Any, ...]:
+    """Return the shapes of a batch's leaves, or what stands for those that have none."""
+    return tuple(
+        tuple(leaf.shape) if hasattr(leaf, "shape") else None for leaf in trees.leaves(data)
+    )
+
+
+def _in_words(shapes: tuple[Any, ...]) -> str:
+    return ", ".join(" x ".join(map(str, shape)) for shape in shapes if shape)

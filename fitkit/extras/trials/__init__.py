@@ -1,0 +1,1 @@
+"""Many trainings: which settings are better, and whether it was luck."""

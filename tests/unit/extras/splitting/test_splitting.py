@@ -1,0 +1,220 @@
+"""compile(out_of_memory="split"): a batch that doesn't fit is computed in parts, exactly."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fitkit
+from fitkit.errors import ConfigurationError, OutOfMemoryError
+from tests.nets import classification
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore:.*didn't fit into memory"),
+]
+
+X, LABELS = classification(90, 6, seed=1)
+IGNORED = torch.where(torch.arange(90) % 7 == 0, -100, LABELS)
+FULL = "CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+class Narrow(nn.Module):
+    """A net that takes at most so many rows at a time: a larger batch fails forward or backward."""
+
+    def __init__(self, rows, fails="forward", heads=1, dropout=0.0):
+        super().__init__()
+        self.body, self.drop = nn.Linear(6, 16), nn.Dropout(dropout)
+        self.heads = nn.ModuleList(nn.Linear(16, 3) for _ in range(heads))
+        self.register_buffer("seen", torch.zeros(()))
+        self.rows, self.fails = rows, fails
+
+    def fail(self, gradient=None):
+        raise torch.OutOfMemoryError(FULL)
+
+    def forward(self, x):
+        self.seen += len(x)  # which an attempt must leave as it was
+        hidden = self.drop(self.body(x).relu())
+        outputs = [head(hidden) for head in self.heads]
+        if len(x) > self.rows and self.fails == "forward":
+            self.fail()
+        if len(x) > self.rows and hidden.requires_grad:
+            hidden.register_hook(self.fail)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def trained(rows, fails="forward", *, y=LABELS, out_of_memory="split", net=None, **arguments):
+    """Return the net and the history of two epochs of batches of 20."""
+    fitkit.set_seed(1)
+    heads = 2 if isinstance(y, tuple) else 1
+    net = Narrow(rows, fails, heads) if net is None else net(rows, fails)
+    loss = "cross_entropy" if heads == 1 else ["cross_entropy", "cross_entropy"]
+    given = {"loss": loss, "metrics": ["accuracy"], "accelerator": "cpu", "devices": 1}
+    model = fitkit.Model(net)
+    model.compile("adam", **{**given, **arguments}, out_of_memory=out_of_memory)
+    history = model.fit(X, y, batch_size=20, epochs=2, verbose=0)
+    return model, history.history
+
+
+def assert_same(one, other, within=1e-6):
+    (model, history), (expected, logs) = one, other
+    for name, value in expected.net.state_dict().items():
+        torch.testing.assert_close(
+            model.net.state_dict()[name], value, rtol=within, atol=within, msg=name
+        )
+    assert history.keys() == logs.keys()
+    for name in logs:
+        np.testing.assert_allclose(history[name], logs[name], rtol=within, atol=within)
+
+
+SETTINGS = {
+    "plain": {},
+    "ignored labels": {"y": IGNORED},
+    "two outputs": {"y": (IGNORED, LABELS)},
+    "accumulated": {"accumulate_grad_batches": 3},
+    "two outputs, accumulated": {"y": (IGNORED, LABELS), "accumulate_grad_batches": 3},
+    "an effective size": {"effective_batch_size": 40, "gradient_clip_val": 0.1},
+    "dropout": {"net": lambda rows, fails: Narrow(rows, fails, dropout=0.5)},
+    "values of samples": {"loss": lambda p, t: F.cross_entropy(p, t, reduction="none")},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_cut_batches_give_the_uncut_runs_numbers(name):
+    settings = SETTINGS[name]
+    uncut = trained(1000, out_of_memory="raise", **settings)
+    on = trained(1000, **settings)
+    assert on[1] == uncut[1]  # to the bit where nothing runs out
+    for rows, fails in ((3, "forward"), (7, "backward")):
+        cut = trained(rows, fails, **settings)
+        assert_same(cut, uncut)
+        torch.testing.assert_close(cut[0].net.seen, uncut[0].net.seen)
+
+
+class Steps(fitkit.Model):
+    """A model with a step of its own, which logs."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self.net(x), y)
+        self.log("own", loss)
+        self.log("shift", float(np.random.rand() * 0 + len(x) * 0 + 2.0), on_step=False)
+        return loss
+
+
+def test_a_step_of_ones_own_logs_each_row_once():
+    def run(rows, fails, **option):
+        fitkit.set_seed(1)
+        model = Steps(Narrow(rows, fails))
+        model.compile("adam", accelerator="cpu", devices=1, **option)
+        return model, model.fit(X, LABELS, batch_size=20, epochs=2, verbose=0).history
+
+    uncut = run(1000, "forward")
+    for fails in ("forward", "backward"):
+        assert_same(run(3, fails, out_of_memory="split"), uncut)
+
+
+def test_several_optimizers_by_turns():
+    class Turns(fitkit.Model):
+        def training_step(self, batch, batch_idx, optimizer_idx):
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            parts = self.net.body.parameters(), self.net.heads.parameters()
+            return [torch.optim.SGD(part, 0.1) for part in parts]
+
+    def run(rows, fails, **option):
+        fitkit.set_seed(1)
+        model = Turns(Narrow(rows, fails))
+        model.compile(accelerator="cpu", devices=1, **option)
+        return model, model.fit(X, LABELS, batch_size=20, epochs=1, verbose=0).history
+
+    uncut = run(1000, "forward")
+    for fails in ("forward", "backward"):
+        cut = run(3, fails, out_of_memory="split")
+        for name, value in uncut[0].net.named_parameters():
+            torch.testing.assert_close(cut[0].net.get_parameter(name), value, rtol=1e-6, atol=1e-6)
+
+
+def test_later_batches_of_that_shape_start_in_parts_and_it_is_said_once():
+    net = Narrow(5)
+    asked = []
+    net.register_forward_pre_hook(lambda _, given: asked.append(len(given[0])))
+    model = fitkit.Model(net)
+    model.compile("sgd", "cross_entropy", accelerator="cpu", devices=1, out_of_memory="split")
+    with pytest.warns(UserWarning, match="batch_size=5, accumulate_grad_batches=4.*FK069") as said:
+        history = model.fit(X, LABELS, batch_size=20, epochs=1, shuffle=False, verbose=0)
+    assert asked == [20, 10, 5, 5, 5, 5] + [5, 5, 5, 5] * 3 + [10, 5, 5]
+    assert len(said) == 1
+    assert history.params["parts"] == {"20 x 6, 20": 4, "10 x 6, 10": 2}
+
+
+def test_other_errors_and_one_row_that_does_not_fit_stay_errors():
+    with pytest.raises(OutOfMemoryError, match="FK040"):
+        trained(0)
+    net = Narrow(1000)
+    net.fail = None
+    net.rows = 0
+    model = fitkit.Model(net)
+    model.compile("sgd", "cross_entropy", accelerator="cpu", devices=1, out_of_memory="split")
+    with pytest.raises(TypeError):
+        model.fit(X, LABELS, verbose=0)
+
+
+def pairs(prediction, target):
+    """Compare each sample with each other."""
+    return (prediction[:, None] - prediction[None]).square().mean() + F.cross_entropy(
+        prediction, target
+    )
+
+
+def test_what_cannot_be_computed_in_parts_is_refused():
+    with pytest.raises(OutOfMemoryError, match="FK068"):
+        trained(3, loss=pairs)
+    trained(1000, loss=pairs)
+    given = {"accelerator": "cpu", "out_of_memory": "split"}
+    normed = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
+    model = fitkit.Model(normed)
+    model.compile("sgd", "cross_entropy", devices=1, **given)
+    with pytest.raises(ConfigurationError, match=r"1 \(BatchNorm1d\).*FK068"):
+        model.fit(X, LABELS, verbose=0)
+    normed[1].eval()  # frozen
+    model.fit(X, LABELS, verbose=0)
+    model.compile("lbfgs")
+    with pytest.raises(ConfigurationError, match="LBFGS.*FK068"):
+        model.fit(X, LABELS, verbose=0)
+    for wrong in ({"strategy": "fsdp"}, {"strategy": "ddp_sharded"}, {"sync_batchnorm": True}):
+        with pytest.raises(ConfigurationError, match="FK068"):
+            fitkit.Model(Narrow(3)).compile("sgd", "mse", devices=2, **given, **wrong)
+    with pytest.raises(ConfigurationError, match="'raise', 'split'"):
+        fitkit.Model(Narrow(3)).compile("sgd", "mse", out_of_memory="halve")
+
+
+def test_single_batches_are_cut_too():
+    def values(rows, **option):
+        fitkit.set_seed(1)
+        model = fitkit.Model(Narrow(rows, "backward"))
+        model.compile("adam", "cross_entropy", accelerator="cpu", devices=1, **option)
+        return [model.train_on_batch(X[:20], LABELS[:20]) for _ in range(3)]
+
+    assert values(4, out_of_memory="split") == pytest.approx(values(1000), rel=1e-6)
+
+
+def test_lengths_and_caps_at_random_change_nothing():
+    draw = np.random.default_rng(0)
+    for trial in range(12):
+        lengths = draw.integers(1, 24, 6)
+        ends = np.cumsum(lengths)
+        rows = [slice(end - size, end) for end, size in zip(ends, lengths, strict=True)]
+        batches = [(X[row], IGNORED[row]) for row in rows]
+        runs = []
+        for cap, option in ((1000, {}), (int(draw.integers(1, 9)), {"out_of_memory": "split"})):
+            fitkit.set_seed(trial)
+            model = fitkit.Model(Narrow(cap, ["forward", "backward"][trial % 2]))
+            model.compile("adam", "cross_entropy", accelerator="cpu", devices=1, **option,
+                          accumulate_grad_batches=trial % 3 + 1)  # fmt: skip
+            runs.append((model, copy.deepcopy(model.fit(batches, epochs=1, verbose=0).history)))
+        assert_same(runs[1], runs[0])
