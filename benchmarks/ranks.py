@@ -283,7 +283,7 @@ def noted_of_an_epoch() -> tuple[Any, Any]:
     class Take(fitkit.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             run: Any = self.model._fitkit.fit_state.run
-            logbook = run.step.logbook
+            logbook = run.running.context.record
             found[:] = [noted_by(logbook, 0), logbook]
 
     model = fitkit.Model(torch.nn.Linear(4, 3))

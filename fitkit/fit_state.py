@@ -196,12 +196,18 @@ class Run(Protocol):
         doubts: sentences about monitored values that can't come, said in one warning.
     """
 
-    steps_done: int
-    progress: Progress
-    batch: Batch | None
     seen_values: Values
     validated_names: set[str]
     doubts: list[str]
+
+    @property
+    def steps_done(self) -> int: ...
+
+    @property
+    def progress(self) -> Progress: ...
+
+    @property
+    def batch(self) -> Batch | None: ...
 
     @property
     def callbacks(self) -> Sequence[object]: ...

@@ -112,6 +112,16 @@ class Progress:
     def _steps_with(self, shares: int, steps: int) -> int:
         return -(-steps * self.shares // shares)
 
+    def go_on(self, steps: int, *, counts: bool) -> None:
+        """Take how many steps of the epoch are done.
+
+        Args:
+            counts: whether the pass's batches follow from that.
+        """
+        if counts:
+            self.batches += (steps - self.steps) * self.shares
+        self.steps = steps
+
     def end_epoch(self, *, ends_pass: bool) -> None:
         """Go on to the next epoch."""
         self.epoch, self.steps = self.epoch + 1, 0

@@ -52,8 +52,12 @@ class Context(Protocol):
     """A pass over data, as far as a model's hooks ask it.
 
     Attributes:
+        record: the pass's values (`training/log.py`).
         backward: computes a loss's gradients and averages them over the ranks; training only.
     """
+
+    @property
+    def record(self) -> object: ...
 
     @property
     def backward(self) -> AnyCallable | None: ...

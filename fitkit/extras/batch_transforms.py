@@ -306,9 +306,7 @@ class AppliedTransforms:
     def __init__(self, model: Module, step: Step, transforms: Sequence[BatchTransform]) -> None:
         compilation = model._fitkit.compilation
         self._model, self._step = model, step
-        self._compiled: CompiledStep = (
-            step if isinstance(step, CompiledStep) else step.context.compiled
-        )
+        self._compiled: CompiledStep = step if isinstance(step, CompiledStep) else step.compiled
         self._transforms = transforms
         self._ranks: Collectives = compilation.strategy.data_ranks
         if not step.mover.is_ours:
@@ -389,7 +387,7 @@ class AppliedTransforms:
                 model.eval()
                 forward = forward_of(strategy.wrap_for_evaluation(model))
                 try:
-                    outputs = self._compiled.caller(self._compiled.in_precision(forward), x)
+                    outputs = self._compiled.net(x, self._compiled.net.in_precision(forward))
                 except (NotImplementedError, ConfigurationError) as error:
                     if self._compiled is self._step:
                         raise

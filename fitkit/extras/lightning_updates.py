@@ -21,7 +21,15 @@ from fitkit.extras.lightning_base import ServedModel, refusal
 from fitkit.extras.lightning_objects import HandedOptimizer, toggled
 from fitkit.seams.data import Batch
 from fitkit.seams.optimizers import PlannedScheduler
-from fitkit.seams.steps import Applier, CarriedTally, ScaledApplier, Update, Updates, loss_in
+from fitkit.seams.steps import (
+    Applier,
+    CarriedTally,
+    Logbook,
+    ScaledApplier,
+    Update,
+    Updates,
+    loss_in,
+)
 
 AROUND_UPDATES = (
     "on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "optimizer_zero_grad",
@@ -110,7 +118,7 @@ class HookedUpdates:
             self.is_last = ahead is None
             yield batch
 
-    def __call__(self, batch: Batch, index: int) -> None:
+    def __call__(self, batch: Batch, index: int, record: Logbook) -> None:
         model, hooks = self._model, self._hooks
         self.batch_idx = index
         if self._steps is not None:
@@ -118,7 +126,7 @@ class HookedUpdates:
         moved = hooks.begin_batch(model, batch) if hooks.moves else None
         self._ends = self._any_ends(hooks.ask("on_train_batch_start", moved, index) == -1)
         if not self._ends:
-            self._updates(batch, index)
+            self._updates(batch, index, record)
             if self.is_last and self._update is not None:
                 self._update.finish()  # an update of fewer batches belongs to the last of them
         self.is_last = self.is_last or self._ends
@@ -285,12 +293,12 @@ class HookedUpdate(Update):
                 hooks.call("on_before_backward", loss if parts == 1 else loss / parts)
             self.apply.is_after_backward = True
 
-    def __call__(self, batch: Batch, index: int, **options: Any) -> Any:
+    def __call__(self, batch: Batch, index: int, record: Logbook, **options: Any) -> Any:
         completes = self._batches + 1 == self.accumulate or self._model.is_last_batch
         if not (completes and self._hooks.has("optimizer_step")):
-            return self._learned(batch, index, **options)
+            return self._learned(batch, index, record, **options)
         batch.is_lent = True  # the hook may compute it several times
-        step = OptimizerStep(self, partial(self._learned, batch, index, **options))
+        step = OptimizerStep(self, partial(self._learned, batch, index, record, **options))
         own, before = vars(self._model), self._fit_state.updates
         own["updates_before"] = before
         try:
@@ -308,8 +316,8 @@ class HookedUpdate(Update):
         self._fit_state.updates = before + 1  # as Lightning counts, whatever the hook has done
         return None
 
-    def _learned(self, batch: Batch, index: int, **options: Any) -> Any:
-        outcome = super().__call__(batch, index, **options)
+    def _learned(self, batch: Batch, index: int, record: Logbook, **options: Any) -> Any:
+        outcome = super().__call__(batch, index, record, **options)
         if outcome.loss is None and self.accumulate == 1 and self._is_alone:
             self.apply()  # there are no gradients, but it counts
         self.apply.after_backward()

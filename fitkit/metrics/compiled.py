@@ -177,11 +177,6 @@ class CompiledMetrics:
         for name, group in self._groups.items():
             group.update(predictions[name], targets[name], weights.get(name))
 
-    def flush(self) -> None:
-        """Count the waiting batches, because no more come."""
-        for group in self._started():
-            group.flush()
-
     def up_to_date(self) -> contextlib.AbstractContextManager[Any]:
         """Within the block, all values include the waiting batches, which are joined once."""
         if self.only is not None:

@@ -14,10 +14,12 @@ Example:
 from fitkit.training.applier import Applier, ScaledApplier
 from fitkit.training.compiler import Compiler, NetAlone, Take, Updates
 from fitkit.training.empty_parts import stop_gradients_of_nothing
+from fitkit.training.log import Logbook
+from fitkit.training.net_call import forward_of, is_plain_wrapper
 from fitkit.training.own_step import OwnStep, loss_in, said_count
 from fitkit.training.parts_of_batches import counter_of, labels_inside, unpacker_of
 from fitkit.training.settings import parts_of_update
-from fitkit.training.step import CompiledStep, Outcome, forward_of, is_plain_wrapper
+from fitkit.training.step import CompiledStep, Outcome
 from fitkit.training.step_for import Step
 from fitkit.training.tally import CarriedTally
 from fitkit.training.update import Update
@@ -28,6 +30,7 @@ __all__ = [
     "CarriedTally",
     "CompiledStep",
     "Compiler",
+    "Logbook",
     "NetAlone",
     "Outcome",
     "OwnStep",

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 from fitkit.data.batches import Batch
 from fitkit.guests import guest_of
 from fitkit.module import Module
+from fitkit.scopes import Scope
+from fitkit.training.log import Logbook
 from fitkit.training.step import Outcome
 from fitkit.typing import CompilerOptions
 
@@ -30,8 +32,10 @@ class Updates(Protocol):
     def is_between_updates(self) -> bool:
         """Whether no batch waits for the rest of its group."""
 
-    def __call__(self, batch: Batch, index: int) -> object:
-        """Learn from a batch, by its number in the epoch. It may be held for a later call."""
+    def __call__(self, batch: Batch, index: int, record: Logbook) -> object:
+        """Learn from a batch, by its number in the epoch, and add its values to the record. It may
+        be held for a later call.
+        """
 
     def peekable(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Return an epoch's batches, in an iterator that can look ahead if that is needed."""
@@ -50,7 +54,12 @@ class PassSteps(Protocol):
         """Make the first step, with all checks."""
 
     def after_first(
-        self, first: Batch, *, keeps: bool, users_look: bool
+        self,
+        first: Batch,
+        plain: Callable[[Batch, int], Outcome],
+        *,
+        keeps: bool,
+        users_look: bool,
     ) -> Callable[[Batch, int], Outcome | None]:
         """Return the function that makes the steps from the second on.
 
@@ -58,15 +67,13 @@ class PassSteps(Protocol):
 
         Args:
             first: the first batch.
+            plain: makes them as written.
             keeps: whether the batches' memory stays unchanged until the pass ends.
             users_look: whether other code runs between batches.
         """
 
     def flush(self) -> None:
         """Compute the batches that are held. Code of the user's may run after that."""
-
-    def close(self) -> None:
-        """End the pass, also after an error."""
 
 
 class Compiler(Protocol):
@@ -88,7 +95,14 @@ class Compiler(Protocol):
         """
 
     def pass_steps(
-        self, model: Module, step: Callable[..., Outcome], take: Take, *, is_announced: bool
+        self,
+        model: Module,
+        step: Callable[..., Outcome],
+        take: Take,
+        record: Logbook,
+        scope: Scope,
+        *,
+        is_announced: bool,
     ) -> PassSteps | None:
         """Return what computes a pass's batches in the step's place; None if nothing can.
 
@@ -96,6 +110,8 @@ class Compiler(Protocol):
             model: the model to evaluate.
             step: computes a batch as written.
             take: receives the batches with their outcomes, in their order.
+            record: the pass's values, to which an evaluation adds.
+            scope: the pass's: what is begun for it ends there.
             is_announced: whether to print that something is being compiled.
         """
 
@@ -125,11 +141,18 @@ class NetAlone:
         return False
 
     def pass_steps(
-        self, model: Module, step: Callable[..., Outcome], take: Take, *, is_announced: bool
+        self,
+        model: Module,
+        step: Callable[..., Outcome],
+        take: Take,
+        record: Logbook,
+        scope: Scope,
+        *,
+        is_announced: bool,
     ) -> PassSteps | None:
         """As the compiler's."""
         found: PassSteps | None = self._compiler.pass_steps(
-            model, step, take, is_announced=is_announced
+            model, step, take, record, scope, is_announced=is_announced
         )
         return found
 

@@ -16,7 +16,7 @@ from fitkit.callbacks import CallbackList, ProgressBar
 from fitkit.callbacks.base import share_buffers
 from fitkit.callbacks.progress import with_built_in
 from fitkit.data.arrays import ArraySource
-from fitkit.data.batches import Batch, NoRows, Source, in_groups, limited
+from fitkit.data.batches import Batch, NoRows, Source, limited
 from fitkit.data.to_device import Streams, tensors_in
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Strategy
@@ -25,13 +25,15 @@ from fitkit.hooks import evaluation_stage
 from fitkit.module import Module
 from fitkit.pulse import heard
 from fitkit.samples import samples_of
+from fitkit.scopes import Scope
 from fitkit.tensors import is_dense
 from fitkit.training.compiler import PassSteps, Take, compiler_of
-from fitkit.training.log import LazyLogs, reduced, warn_of_empty
+from fitkit.training.log import LazyLogs, Logbook, reduced, warn_of_empty
+from fitkit.training.passes import PREDICT, TEST, VALIDATION, Pass, Stage, users_look
 from fitkit.training.settings import EvaluateArguments
 from fitkit.training.step import Outcome
 from fitkit.training.step_context import StepContext
-from fitkit.training.step_for import Step, predict_step_for, step_for
+from fitkit.training.step_for import Step, new_pass, predict_step_for, step_for
 from fitkit.training.surroundings import evaluating, rank_source, surroundings
 from fitkit.training.with_gradients import first_step
 from fitkit.typing import Outputs
@@ -41,11 +43,11 @@ def run_evaluate(model: Module, arguments: EvaluateArguments) -> dict[str, Any]:
     """Run `evaluate` on this rank; return the loss and metrics over all ranks' samples, by name."""
     with surroundings(model, "evaluate", arguments.source.batch_size):
         source = rank_source(model, arguments.source, training=False, steps=arguments.steps)
-        stage = evaluation_stage(model) or "test"
-        context, step = step_for(model, stage, all_targets=[source.target], source=source)
+        stage = VALIDATION if evaluation_stage(model) == "validation" else TEST
+        step = step_for(model, stage.name, all_targets=[source.target], source=source)
         callbacks = with_built_in(arguments.callback_list, arguments.verbose)
         with callbacks.running(model, _params(model, "evaluate", source, arguments)):
-            values = evaluate_source(model, source, arguments.steps, context, step, callbacks)
+            values = evaluate_source(model, source, arguments.steps, stage, step, callbacks)
     if model.is_global_zero and model._fitkit.fit_state.run is None:
         sentence = arguments.callback_list.warning_of(values)
         if sentence is not None:
@@ -58,7 +60,7 @@ def evaluate_source(
     model: Module,
     source: Source,
     steps: int | None,
-    context: StepContext,
+    stage: Stage,
     step: Step,
     callbacks: CallbackList,
     name: str = "x",
@@ -72,35 +74,63 @@ def evaluate_source(
         ConfigurationError: no rank had a batch with rows.
     """
     strategy: Strategy = model._fitkit.compilation.strategy
-    data_ranks, logbook = strategy.data_ranks, step.logbook
-    if source.steps == 1:
-        logbook.meters.waits = False  # no later batch is measured with it
-    step.begin()
-    context.begin()
+    data_ranks = strategy.data_ranks
     model.stop_evaluating = False
-    with evaluating(model, context):
+    with Scope() as scope:
+        context = new_pass(model, stage.name, step, scope)
+        record = context.record
+        scope.enter_context(evaluating(model, context))
         share_buffers(model)
         callbacks.call("on_test_begin", {})
-        plan = EvaluationPass(model, step, callbacks, "test", source, step.record)
         mine = InStep(_share_of_steps(source, steps, data_ranks), strategy)
-        try:
-            count, empty = plan.run(context, mine, "stop_evaluating", lambda _: logbook.results())
-        except BaseException:
-            logbook.logged.finish()
-            raise
-        logbook.steps = count - empty
+        made = make_pass(
+            model, stage, step, context, callbacks, source, mine,
+            partial(step.record, record=record), lambda _: LazyLogs(record.results),
+        )  # fmt: skip
+        count = made.done
         wanted = None if model.stop_evaluating else steps
         if wanted is not None and count and data_ranks.world_size == 1 and count < wanted:
             warn(f"{name} ended after {count} of {wanted} batches.")
         with torch.no_grad():
-            step.finish()
-        context.batch = None  # a validation's context stays, and would hold its memory
-        values, everyones = reduced(logbook, strategy.log_ranks)
+            step.call_epoch_end(record)
+        values, everyones = reduced(record, strategy.log_ranks)
         if not everyones:
             raise ConfigurationError(f"{name} is empty: it gave no samples.")
         model._fitkit.log_names = list(values)
         context.call_at_end(callbacks.hooks("on_test_end"), values, data_ranks, values)
     return values
+
+
+def make_pass(
+    model: Module,
+    stage: Stage,
+    step: Step,
+    context: StepContext,
+    callbacks: CallbackList,
+    source: Source,
+    mine: InStep,
+    take: Take,
+    logs: Callable[[int], LazyLogs],
+    skip: Callable[[], None] | None = None,
+) -> Pass:
+    """Make a pass that learns nothing, without gradients; return it.
+
+    Args:
+        mine: this rank's batches.
+        take, skip: as in `Evaluation`.
+        logs: as in `Pass`.
+    """
+    with Scope() as scope:
+        scope.enter_context(torch.no_grad())
+        execute = Evaluation(
+            model, step, callbacks, stage, source, take, context.record, scope, skip
+        )
+        group = model._fitkit.compilation.given.steps_per_execution
+        made = Pass(stage, context, callbacks, execute, logs, group=group)
+        read = heard(iter(mine), stage.name)
+        batches = step.mover.bring_each(step.looking(read))
+        made.run(batches, lambda: getattr(model, stage.stop) and mine.ends_here())
+    return made
 
 
 def _share_of_steps(source: Source, steps: int | None, collectives: Collectives) -> Iterator[Any]:
@@ -144,15 +174,20 @@ def predict_source(model: Module, arguments: EvaluateArguments, copies: HostCopi
         fills=True,
         samples_of=samples_of,
     )
-    context, step = predict_step_for(model, source)
+    step = predict_step_for(model, source)
     callbacks = with_built_in(arguments.callback_list, arguments.verbose)
     model.stop_predicting = False
     mine = InStep(_share_of_steps(source, arguments.steps, strategy.data_ranks), strategy)
     params = _params(model, "predict", source, arguments)
-    with callbacks.running(model, params), evaluating(model, context):
+    with Scope() as scope:
+        context = new_pass(model, "predict", step, scope)
+        scope.enter_context(callbacks.running(model, params))
+        scope.enter_context(evaluating(model, context))
         callbacks.call("on_predict_begin", {})
-        plan = EvaluationPass(model, step, callbacks, "predict", source, copies.take, copies.skip)
-        plan.run(context, mine, "stop_predicting", partial(_outputs, copies, group_size))
+        make_pass(
+            model, PREDICT, step, context, callbacks, source, mine, copies.take,
+            lambda index: LazyLogs(partial(_outputs, copies, group_size, index)), copies.skip,
+        )  # fmt: skip
         copies.wait()
         callbacks.call("on_predict_end", {})
 
@@ -298,22 +333,24 @@ class InStep:
                 yield Batch(last.data, 0, 1)
 
 
-class EvaluationPass:
-    """Decides how a pass over data computes its batches, and what makes it fast.
+class Evaluation:
+    """Makes the steps of a pass that learns nothing, and decides what makes them fast.
 
     - Losses that are means over samples are computed for many batches at once, as metrics are.
     - A compiler may take the step's place (`PassSteps`).
 
-    A pass computes no gradients. The first batch is an ordinary step, with all checks.
+    The first batch is an ordinary step, with all checks.
 
     Args:
         model: the model that the pass evaluates.
         step: computes the batches, unless a compiler does.
         callbacks: the pass's callbacks.
-        stage: the stage in the names of callbacks' hooks, `"test"` or `"predict"`.
+        stage: the kind of pass.
         source: gives the batches.
         take: receives each batch with its outcome, in their order.
-        skip: called in place of that for a batch without rows, if given.
+        record: the pass's values.
+        scope: the pass's.
+        skip: called for a batch without rows, in the batches' order, if given.
     """
 
     def __init__(
@@ -321,125 +358,60 @@ class EvaluationPass:
         model: Module,
         step: Step,
         callbacks: CallbackList,
-        stage: str,
+        stage: Stage,
         source: Source,
         take: Take,
+        record: Logbook,
+        scope: Scope,
         skip: Callable[[], None] | None = None,
     ) -> None:
-        self._model = model
-        self._step = step
-        self._take = take
-        self._skip = skip
-        self._begin = callbacks.hooks(f"on_{stage}_batch_begin")
-        self._end = callbacks.hooks(f"on_{stage}_batch_end")
+        self._model, self._step = model, step
+        self._take, self._skip = take, skip
         self._has_one_batch = source.steps == 1
         self._compiled: PassSteps | None = None
         if (compiler := compiler_of(model)) is not None:
             shows = any(isinstance(callback, ProgressBar) for callback in callbacks.callbacks)
-            self._compiled = compiler.pass_steps(model, step, take, is_announced=shows)
+            self._compiled = compiler.pass_steps(
+                model, step, take, record, scope, is_announced=shows
+            )
         self._users_look = users_look(callbacks, stage)
         # Whether batches are rows of tensors in memory. Ranks in step don't qualify: they may
         # repeat a batch, marked as one that doesn't count.
         alike = not model._fitkit.compilation.strategy.evaluates_in_step
         self._in_memory = alike and isinstance(source.whole, ArraySource)
-        self._no_grad = torch.no_grad()
+        self._advance: Callable[[Batch, int], Outcome | None] = self._first
 
-    def run(
-        self,
-        context: StepContext,
-        mine: InStep,
-        stop: str,
-        logs_of: Callable[[int], dict[str, Any]],
-    ) -> tuple[int, int]:
-        """Compute the batches, and call the callbacks' hooks of batches.
+    def make(self, batch: Batch, index: int) -> None:
+        """Make a batch's step, or hold it."""
+        if (outcome := self._advance(batch, index)) is not None:
+            self._take(batch, outcome)
 
-        Args:
-            context: the pass's context.
-            mine: this rank's batches.
-            stop: the name of the model's attribute that ends the pass.
-            logs_of: returns the logs for the hooks after a batch, by its number.
-
-        Returns:
-            The number of batches, and how many of them had no rows.
-        """
-        model, begin, end, take = self._model, self._begin, self._end, self._take
-        advance: Callable[[Batch, int], Outcome | None] = self._first
-        index, empty = -1, 0
-        with self:
-            read = heard(iter(mine), context.name)
-            batches = self._step.mover.bring_each(self._step.looking(read))
-            for group in in_groups(batches, model._fitkit.compilation.given.steps_per_execution):
-                has_rows = False
-                for index, batch in group:
-                    if batch is NoRows:
-                        empty += 1
-                        if self._skip is not None:  # in the batches' order
-                            self.flush()
-                            self._skip()
-                        continue
-                    context.batch = batch
-                    if context.waiting:
-                        context.log_waiting()
-                    if not has_rows:
-                        for hook in begin:
-                            hook(index, {})
-                    if (outcome := advance(batch, index)) is not None:
-                        take(batch, outcome)
-                    if index == empty and not self._has_one_batch:
-                        advance = self.step_after_first(batch)
-                    has_rows = True
-                if end and has_rows:
-                    self.flush_for_hooks()
-                    logs = LazyLogs(partial(logs_of, index))
-                    for hook in end:
-                        hook(index, logs)
-                if getattr(model, stop) and mine.ends_here():
-                    break
-            self.flush()
-        return index + 1, empty
-
-    def _first(self, batch: Batch, index: int) -> Outcome:
-        """Make a step with all checks."""
+    def _first(self, batch: Batch, index: int) -> None:
+        """Make and take a step with all checks, and choose what makes those after it."""
         make = self._step if self._compiled is None else self._compiled.first
-        found: Outcome = first_step(self._model, self._step, batch, index, make)
-        return found
+        self._take(batch, first_step(self._model, self._step, batch, index, make))
+        if not self._has_one_batch:
+            step = (self._step.joining_losses(batch) if self._in_memory else None) or self._step
+            self._advance = step
+            if self._compiled is not None:
+                self._advance = self._compiled.after_first(
+                    batch, step, keeps=self._in_memory, users_look=self._users_look
+                )
 
-    def __enter__(self) -> EvaluationPass:
-        self._no_grad.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._compiled is not None:
-            self._compiled.close()
-        self._no_grad.__exit__(None, None, None)
-
-    def step_after_first(self, first: Batch) -> Callable[[Batch, int], Outcome | None]:
-        """Return the function that makes the steps from the second on.
-
-        Args:
-            first: the first batch, whose step is done.
-        """
-        if self._in_memory:
-            self._step.join_losses()
-        if self._compiled is None:
-            return self._step
-        return self._compiled.after_first(first, keeps=self._in_memory, users_look=self._users_look)
-
-    def flush_for_hooks(self) -> None:
-        """Compute pending batches at the end of a group, if a callback may read the results."""
-        if self._users_look:
+    def skip(self) -> None:
+        """Note a batch without rows."""
+        if self._skip is not None:
             self.flush()
+            self._skip()
 
     def flush(self) -> None:
-        """Compute pending batches, in one call."""
+        """Compute the batches that are held, in one call."""
         if self._compiled is not None:
             self._compiled.flush()
 
-
-def users_look(callbacks: CallbackList, stage: str) -> bool:
-    """Return whether a callback other than the progress bar acts at batches of a pass."""
-    hooks = (*callbacks.hooks(f"on_{stage}_batch_begin"), *callbacks.hooks(f"on_{stage}_batch_end"))
-    return any(type(getattr(hook, "__self__", None)) is not ProgressBar for hook in hooks)
+    def end(self) -> None:
+        """Compute what is left."""
+        self.flush()
 
 
 class HostCopies:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
+from functools import partial
 
 import torch
 from torch.optim import Optimizer
@@ -16,9 +16,8 @@ from fitkit.callbacks.callback_list import report_error
 from fitkit.callbacks.monitor import why_none
 from fitkit.callbacks.progress import with_built_in
 from fitkit.compilation import Compilation
-from fitkit.data.batches import Batch, NoRows, Source, Stream, in_groups
+from fitkit.data.batches import Batch, Source, Stream
 from fitkit.data.draws import DataDraws, draws_of_fit
-from fitkit.data.sources import set_label
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ConfigurationError, warn
@@ -30,54 +29,55 @@ from fitkit.printing import say
 from fitkit.progress import Progress
 from fitkit.pulse import heard
 from fitkit.random_states import kept_random_numbers, random_state, set_random_state
+from fitkit.scopes import Scope
 from fitkit.training import unsaved
 from fitkit.training.batch_changes import BatchChanges, batch_transforms_of
 from fitkit.training.compiler import Updates, compiler_of
 from fitkit.training.data_wait import DataWait
 from fitkit.training.epoch_lengths import EpochLengths
-from fitkit.training.evaluate import evaluate_source, users_look
-from fitkit.training.log import LazyLogs, noted_by, reduced, warn_of_empty
+from fitkit.training.log import LazyLogs, Logbook, noted_by, reduced, warn_of_empty
+from fitkit.training.net_call import forward_of
+from fitkit.training.own_step import OwnStep
+from fitkit.training.passes import TRAINING, Pass, users_look
 from fitkit.training.rates import Rates
 from fitkit.training.resume import check_data, facts_of, give_states, states_of
 from fitkit.training.settings import FitArguments
 from fitkit.training.snapshot import contents, weights_of
-from fitkit.training.step_context import StepContext, as_current
-from fitkit.training.step_for import Step, step_for
+from fitkit.training.step_context import StepContext, Waiting, as_current
+from fitkit.training.step_for import Step, new_pass, step_for
 from fitkit.training.stopping import Stopping
 from fitkit.training.surroundings import rank_source, surroundings
-from fitkit.training.update import updates_for
-from fitkit.training.validation_names import named_values, validation_name
+from fitkit.training.update import Learning, backward_of, updates_for
+from fitkit.training.validation_names import validation_name
+from fitkit.training.validations import Plan, Validations, plan_for
+from fitkit.training.where import say_where
 from fitkit.typing import PlainData, Values
 
 
 def run_fit(model: Module, arguments: FitArguments) -> History:
     """Run `fit` on this rank."""
     state, strategy = model._fitkit.fit_state, model._fitkit.compilation.strategy
-    with (
-        surroundings(model, "fit", arguments.source.batch_size),
-        state.weights_restored(),  # an epoch of another fit may have called this one
-        strategy.during_training(),
-    ):
-        outer = state.run  # a callback may have called fit
-        run = Fit(model, arguments)
+    with Scope() as scope:
+        scope.enter_context(surroundings(model, "fit", arguments.source.batch_size))
+        scope.enter_context(state.weights_restored())  # another fit's epoch may have called this
+        scope.enter_context(strategy.during_training())
+        scope.callback(setattr, state, "run", state.run)
+        run = Fit(model, arguments, scope)
+        scope.callback(model.untoggle_optimizer, run.optimizers[0])
         callbacks = with_built_in(
             arguments.callback_list, arguments.verbose, *run.built_in_callbacks()
         )
         model.history, model.stop_training = run.history, False
         model._fitkit.batch_size = run.source.batch_size
-        run.announce()
-        try:
-            with callbacks.running(model, run.params()):
-                try:
-                    run.all_epochs(callbacks)
-                except BaseException as error:
-                    run.update.flush()  # use the batches before the error, as single steps would
-                    report_error(error, callbacks)
-                    raise
-        finally:
-            state.run = outer
-            model.untoggle_optimizer(run.optimizers[0])
-            run.rates.end()
+        if chosen_verbose(arguments.verbose) != 0:
+            say_where(strategy, run.source.batch_size, run.accumulate)
+        with callbacks.running(model, run.params()):
+            try:
+                run.all_epochs(callbacks)
+            except BaseException as error:
+                run.update.flush()  # use the batches before the error, as single steps would
+                report_error(error, callbacks)
+                raise
     return run.history
 
 
@@ -91,11 +91,13 @@ class Fit:
     Args:
         model: the model to train.
         arguments: the arguments of `fit`.
+        scope: the call's.
     """
 
-    def __init__(self, model: Module, arguments: FitArguments) -> None:
+    def __init__(self, model: Module, arguments: FitArguments, scope: Scope) -> None:
         self.model = model
         self.arguments = arguments
+        self._scope = scope
         compilation = model._fitkit.compilation
         self.compilation: Compilation = compilation
         self.strategy: Strategy = compilation.strategy
@@ -114,19 +116,17 @@ class Fit:
             training=True,
             steps=None if per_epoch is None else per_epoch * shares,
         )
-        self.held_out: dict[str, Source] = {
-            name: rank_source(model, source, training=False, steps=arguments.validation_steps)
-            for name, source in arguments.held_out.items()
-        }
-        self.progress: Progress = Progress(epoch=first, number=first, shares=shares)
+        self.validations: Validations = Validations(model, arguments)
+        self.held_out: dict[str, Source] = self.validations.sources
+        self.running: Pass | None = None  # the epoch's; None between epochs
+        self.latest: Pass | None = None  # the same, or the last epoch's
+        self._place: Progress = Progress(epoch=first, number=first, shares=shares)
         if resumed is not None:
-            self.progress = resumed.for_rank(self.collectives.rank, shares)
-        self.draws.go_on(self.progress)
+            self._place = resumed.for_rank(self.collectives.rank, shares)
+        self.draws.go_on(self._place)
         self.stream: Stream = Stream(self.source, self.progress, arguments.steps_per_epoch)
         if resumed is not None:
             self._continue_in_data(resumed)
-        self.steps_done: int = 0  # of the epoch whose hooks are called
-        self.batch: Batch | None = None  # of the last step; None between epochs
         self.logs: Values | None = None  # of the last epoch, until the next one begins
         self.accumulate: int = arguments.accumulate or compilation.given.accumulate_grad_batches
         # The batches between two calls of the batch hooks.
@@ -134,13 +134,11 @@ class Fit:
             compilation.given.steps_per_execution
         )
         self.seen_values: Values = {}
-        self.validated_names: set[str] = set()
+        self.validated_names: set[str] = self.validations.names
         if self.progress.validated is not None:
             self.validated_names.update(self.progress.validated["values"])
         self.doubts: list[str] = []
-        self.epoch_steps: int | None
-        self.interval: Fraction | None
-        self._plan_validations()
+        self.plan: Plan = plan_for(arguments, self.stream.steps, self.collectives)
         model._fit_begins(self)
         # Create the optimizers after the module is on its device.
         self.optimizers: list[Optimizer] = model._made_optimizers()
@@ -148,11 +146,10 @@ class Fit:
         unsaved.note(model)
         warn_of_flags(model)
         self.strategy.begin_engine(model, self.optimizers)
-        self.context: StepContext
         self.step: Step
         changes_batches = bool(compilation.given.batch_transforms)  # and so perhaps the targets
         held = (self.source, *self.held_out.values())
-        self.context, self.step = step_for(
+        self.step = step_for(
             model,
             "training",
             class_weights=arguments.weights_by_class,
@@ -172,10 +169,11 @@ class Fit:
         lengths = EpochLengths(self.callbacks, whole, steps, self.accumulate, shares)
         before = lengths.updates_after(first, self.progress.steps)
         updates = lengths.updates(arguments.batch_size)
-        self.rates: Rates = Rates(model, arguments, self.step, updates, before)
+        self.rates: Rates = Rates(model, arguments, scope, updates, before)
         self.update: Updates = updates_for(
-            model, self.context, self.step, accumulate=self.accumulate, rates=self.rates
+            model, self.step, accumulate=self.accumulate, rates=self.rates
         )
+        self._backward = backward_of(self.update)
         if (compiler := compiler_of(model)) is not None:
             self.update = compiler.updates(
                 model,
@@ -184,7 +182,6 @@ class Fit:
                 is_announced=self.collectives.rank == 0 and chosen_verbose(arguments.verbose) != 0,
             )
         self.requires_grad: list[bool] = self._learning()
-        self.validation: dict[str, tuple[StepContext, Step]] = {}
         self.in_evaluation: list[torch.nn.Module] = []  # submodules that stay in evaluation mode
         self.history: History = History()
         self.data_wait: DataWait = DataWait(self.strategy.device, self.source)
@@ -204,19 +201,6 @@ class Fit:
             self.source.whole.seed = resumed.seed
         self.stream.take_loader_state(resumed.loader)
 
-    def _plan_validations(self) -> None:
-        """Find after how many batches there are validations within an epoch.
-
-        Ranks:
-            Collective.
-        """
-        self.epoch_steps, self.interval = self.stream.steps, None
-        if self.held_out and self.arguments.validates_within_epochs:
-            # Loaders that shard themselves may differ in length. The longest sets the steps.
-            everyones = self.collectives.gather(self.stream.steps)
-            self.epoch_steps = None if None in everyones else max(everyones)
-            self.interval = self.arguments.batches_between_validations(self.epoch_steps)
-
     def _cut_data(self, epoch: int) -> None:
         """Cut the data into batches of the size that a callback gives an epoch.
 
@@ -229,7 +213,7 @@ class Fit:
         self.arguments.source.cut_into(size)
         self.source = rank_source(self.model, self.arguments.source, training=True)
         self.stream = Stream(self.source, self.progress)
-        self._plan_validations()
+        self.plan = plan_for(self.arguments, self.stream.steps, self.collectives)
         self.model._fitkit.batch_size = size
         # The callbacks share this dict.
         self.history.params.update(steps=self.stream.steps, batch_size=size)
@@ -242,8 +226,10 @@ class Fit:
             state.run = self
             if not kept_in_evaluation(model._weights_module()):
                 model.train()
-            with as_current(model, self.context):  # its logs join the first epoch's
-                callbacks.call("on_train_begin", {})
+            with Scope() as scope:
+                context = self._new_pass(scope)
+                with as_current(model, context):  # its logs join the first epoch's
+                    callbacks.call("on_train_begin", {})
             self.warn_of_doubts()
             self.in_evaluation = kept_in_evaluation(model._weights_module())
             resumed = arguments.resumed
@@ -254,7 +240,7 @@ class Fit:
             # A callback may have ended the training in the epoch of the checkpoint.
             has_ended = resumed is not None and not self.progress.steps and self.stopping.agreed()
             for epoch in range(arguments.initial_epoch, 0 if has_ended else arguments.epochs):
-                logs = self.run_epoch(epoch, callbacks, logs)
+                logs = self.run_epoch(epoch, callbacks, logs, context.waiting)
                 if model.stop_training:
                     break
             callbacks.call("on_train_end", logs)
@@ -272,24 +258,6 @@ class Fit:
         from fitkit.callbacks import DeviceStatsMonitor
 
         return [DeviceStatsMonitor(log_gpu_memory=measured), self.history]
-
-    def announce(self) -> None:
-        """Print where training runs and what an update sees; print nothing on a single CPU."""
-        ranks, size = self.collectives.world_size, self.source.batch_size
-        replicas, device = self.strategy.replicas, self.strategy.device
-        is_silent = chosen_verbose(self.arguments.verbose) == 0
-        alone = ranks * replicas == 1 and device.type == "cpu"
-        if alone or self.collectives.rank or is_silent:
-            return
-        what = f"{ranks} processes" if ranks > 1 else "1 process"
-        what += f" of {replicas} replicas each" if replicas > 1 else ""
-        batch, parts = "", self.progress.shares
-        if size:
-            sizes = f"{parts} x {size} = {parts * size}" if parts > 1 else f"{size}"
-            batch = f", batches of {sizes} samples"
-            if (every := self.accumulate) > 1:
-                batch += f", an update every {every} batches ({parts * size * every} samples)"
-        say(f"{what} on {device if ranks * replicas == 1 else device.type}{batch}")
 
     @contextlib.contextmanager
     def batch_norms_synchronized(self) -> Iterator[None]:
@@ -313,8 +281,14 @@ class Fit:
                 with guest.synchronized(self.step.synchronization):
                     yield
 
-    def run_epoch(self, epoch: int, callbacks: CallbackList, last: Values) -> Values:
+    def run_epoch(
+        self, epoch: int, callbacks: CallbackList, last: Values, early: list[Waiting]
+    ) -> Values:
         """Train for an epoch, validate, and call the callbacks.
+
+        Args:
+            last: the last epoch's logs.
+            early: what was logged before the first epoch.
 
         Returns:
             The epoch's logs, or the last epoch's logs if the data have run out.
@@ -322,100 +296,101 @@ class Fit:
         Raises:
             ConfigurationError: no batch of the epoch had rows.
         """
-        model, context, step, update = self.model, self.context, self.step, self.update
-        stopping, learn = self.stopping, self.stopping.watched(update)
-        logbook = step.logbook
-        self._begin_epoch(epoch, callbacks)
-        done = self.steps_done  # before an interruption
-        begin = callbacks.hooks("on_train_batch_begin")
-        end = callbacks.hooks("on_train_batch_end")
-        validates = self.interval is not None
-        # Whether other code may run between two groups: then no batch may wait.
-        looks = validates or stopping.asks or users_look(callbacks, "train")
-        index, empty = done - 1, 0
-        with as_current(model, context):
-            read = self.stream.epoch(done)
-            if epoch == self.arguments.initial_epoch:
-                read = self.data_wait.timed(read)
-            read = heard(read, "training", epoch, done)
-            batches = step.mover.bring_each(step.looking(read))
-            if self.batch_transforms is not None:
-                batches = self.batch_transforms.each(batches, done)
-            batches = update.peekable(batches)
+        # After an error it ends with the call: on_exception may save the epoch as it was.
+        scope = self._scope.enter_context(Scope())
+        made = self._begin_epoch(epoch, callbacks, scope, early)
+        context, done = made.context, made.done
+        with as_current(self.model, context):
+            batches = self._batches(epoch, done)
             # A hook may have ended the epoch on one rank. An interrupted one may also begin with a
             # validation, which may end it.
-            stops = stopping.agreed()
+            stops = self.stopping.agreed()
             if done and (stops or self._validate_if_due(epoch, callbacks)):
                 batches = iter(())
-            for group in in_groups(batches, self.group_size, first=done):
-                has_rows = False
-                for index, batch in group:
-                    if batch is NoRows:  # numbered, but without a step or hooks
-                        empty += 1
-                    else:
-                        self.batch = batch
-                        context.batch = batch
-                        if context.waiting:
-                            context.log_waiting()
-                        if not has_rows:
-                            for hook in begin:
-                                hook(index, {})
-                        learn(batch, index)
-                        logbook.steps += 1
-                        if index == done + empty and epoch == self.arguments.initial_epoch:
-                            self.strategy.after_first_batch(model, self.optimizers)
-                        has_rows = True
-                    self.note(index + 1)
-                if not has_rows:
-                    continue
-                if looks:
-                    update.flush()
-                if end:
-                    logs = LazyLogs(logbook.results, logbook.loss.last, logbook.loss.last_count)
-                    for hook in end:
-                        hook(index, logs)
-                if stopping.agreed() if stopping.asks else model.stop_training:
-                    break
-                if validates and self._validate_if_due(epoch, callbacks):
-                    break
-            update.flush()
-            update.finish()
-            self.batch = context.batch = None
-            if empty and empty == index + 1:
-                raise ConfigurationError(f"x is empty: all {empty} batches have 0 samples.")
-            if self._ran_out(epoch, index + 1):
+            made.run(batches, partial(self._ends, epoch, callbacks))
+            if made.empty and made.empty == made.done:
+                raise ConfigurationError(f"x is empty: all {made.empty} batches have 0 samples.")
+            if self._ran_out(epoch, made.done):
                 return last
-            if index + 1 == done:
+            if made.done == done:
                 self._check_on_peeked_batch()
-            step.finish()
-        values = self._values_of_epoch(epoch, callbacks, steps=index + 1)
-        self._end_epoch(epoch, callbacks, values)
+            self.step.call_epoch_end(context.record)
+        values = self._values_of_epoch(epoch, callbacks, context.record, steps=made.done)
+        self._end_epoch(epoch, callbacks, context, values)
+        scope.close()
         return values
 
-    def _begin_epoch(self, epoch: int, callbacks: CallbackList) -> None:
-        """Begin an epoch, or go on where it was interrupted."""
-        model, context = self.model, self.context
-        state = model._fitkit.fit_state
+    def _batches(self, epoch: int, done: int) -> Iterator[Batch]:
+        """Return an epoch's batches, but those that are done, on their way to the device."""
+        read = self.stream.epoch(done)
+        if epoch == self.arguments.initial_epoch:
+            read = self.data_wait.timed(read)
+        read = heard(read, "training", epoch, done)
+        batches = self.step.mover.bring_each(self.step.looking(read))
+        if self.batch_transforms is not None:
+            batches = self.batch_transforms.each(batches, done)
+        return self.update.peekable(batches)
+
+    def _ends(self, epoch: int, callbacks: CallbackList) -> bool:
+        """Validate between two groups of batches, if that is due; return whether the epoch ends."""
+        stopping = self.stopping
+        if stopping.agreed() if stopping.asks else self.model.stop_training:
+            return True
+        return self.plan.interval is not None and self._validate_if_due(epoch, callbacks)
+
+    def _new_pass(self, scope: Scope) -> StepContext:
+        """Return a pass of the training's step."""
+        return new_pass(self.model, "training", self.step, scope, self._backward)
+
+    def _begin_epoch(
+        self, epoch: int, callbacks: CallbackList, scope: Scope, early: list[Waiting]
+    ) -> Pass:
+        """Begin an epoch, or go on where it was interrupted; return its pass."""
+        model, state = self.model, self.model._fitkit.fit_state
         self.in_evaluation = to_training(model, self.in_evaluation)
         model.current_epoch = epoch
         self._cut_data(epoch)
-        self.steps_done = done = self.progress.steps
-        self.step.begin()
-        context.begin()
+        done = self.progress.steps
+        context = self._new_pass(scope)
         if not done:
+            context.waiting += early
             self._restore_random_state()
+        early.clear()
+        self.running = self.latest = made = self._pass_of(context, epoch, callbacks, done)
+        # These hooks ran before an interruption. What they log, draw and set now goes nowhere.
         with state.settings_restored() if done else contextlib.nullcontext():
-            with as_current(model, context):
+            with as_current(model, self._new_pass(scope) if done else context):
                 callbacks.call("on_epoch_begin", epoch, {})
             self.logs, self.seen_values = None, {}
             self.follow_freezing()
         state.train(state.stored_weights if done else None)
         if done:
-            # These hooks ran before the interruption. What they log, draw and set now is undone.
-            context.waiting.clear()
             self._restore_random_state()
+        return made
 
-    def _values_of_epoch(self, epoch: int, callbacks: CallbackList, *, steps: int) -> Values:
+    def _pass_of(
+        self, context: StepContext, epoch: int, callbacks: CallbackList, done: int
+    ) -> Pass:
+        """Return an epoch's pass."""
+        record, learn, after_first = context.record, self.stopping.watched(self.update), None
+        if epoch == self.arguments.initial_epoch:
+            after_first = partial(self.strategy.after_first_batch, self.model, self.optimizers)
+        return Pass(
+            TRAINING,
+            context,
+            callbacks,
+            Learning(self.update, learn, record, after_first),
+            lambda index: LazyLogs(record.results, record.loss.last, record.loss.last_count),
+            group=self.group_size,
+            done=done,
+            looks=self.plan.interval is not None
+            or self.stopping.asks
+            or users_look(callbacks, TRAINING),
+        )
+
+    def _values_of_epoch(
+        self, epoch: int, callbacks: CallbackList, record: Logbook, *, steps: int
+    ) -> Values:
         """Return an epoch's values over all ranks, those of its validation included."""
         model, progress = self.model, self.progress
         state = model._fitkit.fit_state
@@ -424,7 +399,7 @@ class Fit:
         if self.strategy.engine is not None:
             self.strategy.engine.average_ranks()
         state.eval()
-        values, _ = reduced(self.step.logbook, self.strategy.log_ranks, progress.noted)
+        values, _ = reduced(record, self.strategy.log_ranks, progress.noted)
         model._fitkit.log_names = list(values)
         if self.held_out and self.arguments.validates_after(epoch):
             before = progress.validated
@@ -435,28 +410,23 @@ class Fit:
                 values.update(self._validate(callbacks, epoch))
         return values
 
-    def _end_epoch(self, epoch: int, callbacks: CallbackList, values: Values) -> None:
+    def _end_epoch(
+        self, epoch: int, callbacks: CallbackList, context: StepContext, values: Values
+    ) -> None:
         """Give an epoch's values to schedulers and callbacks, which may add their own."""
-        context = self.context
         if epoch == self.arguments.initial_epoch:
             self._tell_wait()
         self._warn_of_non_finite(epoch, values)
         self.rates.after_epoch(epoch, values, self.seen_values)
         self.logs = values
-        self.progress.end_epoch(ends_pass=self.arguments.steps_per_epoch is None)
+        place, self.running = self.progress, None
+        place.end_epoch(ends_pass=self.arguments.steps_per_epoch is None)
         with as_current(self.model, context):
             ended = callbacks.hooks("on_epoch_end")
             context.call_at_end(ended, values, self.strategy.data_ranks, epoch, values)
         if not self.has_warned_of_empty and self.collectives.rank == 0:
             self.has_warned_of_empty = warn_of_empty(values, f"In epoch {epoch + 1}")
         self.stopping.agreed()
-
-    def note(self, steps: int) -> None:
-        """Record how many of the epoch's steps are done."""
-        progress = self.progress
-        if self.arguments.steps_per_epoch is None:  # otherwise the stream counts
-            progress.batches += (steps - progress.steps) * progress.shares
-        self.steps_done = progress.steps = steps
 
     def _warn_of_non_finite(self, epoch: int, logs: Values) -> None:
         """Warn once, on rank 0, that a loss isn't finite."""
@@ -482,8 +452,8 @@ class Fit:
 
     def _check_on_peeked_batch(self) -> None:
         """Find the metrics' names if an epoch was interrupted after its last batch."""
-        step = self.context.compiled
-        if self.step is not step or step.checked:
+        step = self.step
+        if isinstance(step, OwnStep) or step.seen is not None:
             return
         batch = self.stream.peek()
         if all(there for there in self.collectives.gather(batch is not None)):
@@ -491,7 +461,9 @@ class Fit:
             with kept, modes_restored(self.model), torch.no_grad():
                 self.model.eval()
                 wrapped = self.compilation.strategy.wrap_for_evaluation(self.model)
-                step.run_first_checks(batch, wrapped)
+                # Without DDP, but with gathering of sharded weights.
+                forward = step.net.in_precision(forward_of(wrapped))
+                step.compute(forward, *step.moved_parts(batch))
 
     def follow_freezing(self) -> None:
         """Wrap the module again if a callback has frozen or unfrozen parameters."""
@@ -525,12 +497,9 @@ class Fit:
 
         A validation waits for a whole update. Schedulers and callbacks get its values.
         """
-        steps, interval = self.progress.steps, self.interval
-        if interval is None or steps == self.epoch_steps or not self.is_between_updates:
-            return False
-        validated = self.progress.validated
+        steps, validated = self.progress.steps, self.progress.validated
         last = 0 if validated is None else validated["steps"]
-        if steps // interval <= last // interval:
+        if not (self.plan.is_due(steps, last) and self.is_between_updates):
             return False
         values = self._validate(callbacks, epoch)
         updates = self.model._fitkit.fit_state.updates
@@ -541,36 +510,11 @@ class Fit:
 
     def _validate(self, callbacks: CallbackList, epoch: int) -> Values:
         """Evaluate the validation data; return the values by their names in an epoch's logs."""
-        named: Values = {}
-        for set_name, source in self.held_out.items():
-            values = named_values(self._validate_on(set_name, source, callbacks), set_name)
-            for name in named.keys() & values.keys():
-                raise ConfigurationError(
-                    f"Two validation sets log {name!r}: {', '.join(self.held_out)}. Give one of "
-                    "them another name."
-                )
-            named.update(values)
-        self.validated_names.update(named)
-        if self.interval is not None:
-            entry = {"epoch": epoch, "batches": self.progress.steps, **named}
+        values = self.validations.values(callbacks, self.history)
+        if self.plan.interval is not None:
+            entry = {"epoch": epoch, "batches": self.progress.steps, **values}
             self.history.validations.append(entry)
-        return named
-
-    def _validate_on(self, name: str, source: Source, callbacks: CallbackList) -> Values:
-        """Evaluate one validation set."""
-        label = set_label(name)
-        if name not in self.validation:
-            self.validation[name] = step_for(
-                self.model, "validation", all_targets=[source.target], source=source, name=label
-            )
-            self.validation[name][1].mover.bring_whole(source)
-        context, step = self.validation[name]
-        steps = self.arguments.validation_steps
-        # The callbacks share this dict.
-        shared = {"validation_set": name, "validation_steps": steps or source.steps}
-        self.history.params.update(shared)
-        with self.model._after_validation():
-            return evaluate_source(self.model, source, steps, context, step, callbacks, name=label)
+        return values
 
     def as_validated(self) -> contextlib.AbstractContextManager[None]:
         """Give the model the weights that its validations see, for the length of a block.
@@ -579,6 +523,25 @@ class Fit:
             Collective.
         """
         return self.arguments.callback_list.as_validated()
+
+    @property
+    def steps_done(self) -> int:
+        """The steps of the epoch whose hooks are called."""
+        return 0 if self.latest is None else self.latest.done
+
+    @property
+    def batch(self) -> Batch | None:
+        """The batch of the last step; None between epochs."""
+        return None if self.running is None else self.running.context.batch
+
+    @property
+    def progress(self) -> Progress:
+        """Where the training is: after the last batch of the pass that runs."""
+        if self.running is not None:
+            # With steps_per_epoch, the stream counts the batches of its passes.
+            ends_pass = self.arguments.steps_per_epoch is None
+            self._place.go_on(self.running.done, counts=ends_pass)
+        return self._place
 
     @property
     def callbacks(self) -> list[Callback]:
@@ -615,10 +578,12 @@ class Fit:
                 f"update. Save after a batch for which (batch + 1) % {every} == 0, or use "
                 "fitkit.callbacks.ModelCheckpoint, which waits for the update."
             )
-        progress, logbook = self.progress, self.step.logbook
-        noted = logbook.joined if progress.steps else []
+        progress, noted = self.progress, []
+        if progress.steps and self.running is not None:
+            record = self.running.context.record
+            noted = record.joined
         if progress.steps and not noted:
-            own = noted_by(logbook, self.collectives.rank)
+            own = noted_by(record, self.collectives.rank)
             # Ranks that see the same data have noted the same values.
             noted = [*progress.noted, *self.strategy.log_ranks.gather(own)]
         drawn = random_state(self.stream.generators, self._replicas)

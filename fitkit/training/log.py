@@ -19,6 +19,7 @@ from fitkit.metrics.torchmetrics_adapter import merged_metric_value, metric_stat
 from fitkit.module import LogOptions, merged
 from fitkit.outputs import EMPTY_MEAN
 from fitkit.samples import Doubts
+from fitkit.scopes import Scope
 from fitkit.shortcuts import Shortcut
 
 FOLD_EVERY = 128
@@ -40,10 +41,6 @@ class RunningMean:
     __slots__ = ("_count", "_counted", "_counts", "_read", "_sum", "_values", "last", "last_count")
 
     def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything."""
         self.last: torch.Tensor | None = None
         self.last_count: float | torch.Tensor = 0
         self._values: list[torch.Tensor] = []
@@ -206,21 +203,23 @@ class Entry:
 class Logged:
     """The names and values of one pass.
 
+    A torchmetrics object of the user's has a pass's sums in the user's memory. So where it is first
+    logged, its reset is pushed on a scope. That ends when the pass's values are taken, or with an
+    error.
+
+    Args:
+        scope: the pass's.
+
     Attributes:
         entries: the entries by name, in the order in which they came.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scope: Scope) -> None:
         self.entries: dict[str, Entry] = {}
+        self._scope = scope
+        self._lent: Scope | None = None  # ends with the scope, or before
         self._synced: tuple[str, ...] | None = None
         self._pending: dict[str, tuple[float, float]] = {}
-
-    def reset(self) -> None:
-        """Begin a new pass."""
-        if self.entries:
-            self.finish()
-            self.entries.clear()
-        self._pending.clear()
 
     def add(self, name: str, value: Any, options: LogOptions, samples: int) -> None:
         """Add a value.
@@ -236,6 +235,11 @@ class Logged:
         metric = None if isinstance(value, torch.Tensor) else value
         if entry is None:
             entry = self.entries[name] = Entry(options)
+            if metric is not None:
+                entry.metric = metric
+                if self._lent is None:
+                    self._lent = self._scope.enter_context(Scope())
+                self._lent.callback(metric.reset)
         elif entry.options != options:
             raise ConfigurationError(
                 f"self.log({name!r}) was called with other arguments before: {entry.options}, now "
@@ -248,7 +252,6 @@ class Logged:
                 "Create the metric once, in __init__, and log that object in each step."
             )
         if metric is not None:
-            entry.metric = metric
             latest = getattr(metric, "_forward_cache", None)  # the batch's, if it was called
             entry.latest = latest.detach() if isinstance(latest, torch.Tensor) else latest
             return
@@ -307,11 +310,10 @@ class Logged:
         """Whether a value is a torchmetrics object."""
         return any(entry.metric is not None for entry in self.entries.values())
 
-    def finish(self) -> None:
-        """Reset torchmetrics objects, because the pass's values are taken."""
-        for entry in self.entries.values():
-            if entry.metric is not None:
-                entry.metric.reset()
+    def give_back(self) -> None:
+        """Give the user's objects back as they were, because the pass's values are taken."""
+        if self._lent is not None:
+            self._lent.close()
 
     def merge(
         self, gathered: list[dict[str, Any]], steps: list[int], ranks: list[int]
@@ -391,8 +393,12 @@ def _number(value: object) -> float:
 class Logbook:
     """The loss, its parts, the metrics and the logged values of one pass, by name and in order.
 
+    It is made for the pass, and thrown away with it.
+
     Args:
-        meters: the pass's metrics.
+        meters: the metrics. Their objects are lent to one pass at a time.
+        scope: the pass's, with the hooks at its end.
+        doubts: as the attribute.
 
     Attributes:
         scales: the loss weights of the parts, if these are means over different things. The loss
@@ -400,21 +406,34 @@ class Logbook:
         steps: how many steps this rank has made.
         padding: how many of them were padding, which doesn't count.
         samples: this rank's samples in the last batch; 0 for padding.
+        seen: the samples so far, on this rank.
         doubts: say once that batches' entries disagree on their samples.
+        outputs: what the steps returned; None where nobody wants it.
         joined: what all ranks have noted of the pass, as `noted_by` returns it, if `reduced` has
             joined it. What a rank notes is no longer its own then.
     """
 
-    def __init__(self, meters: CompiledMetrics) -> None:
+    def __init__(
+        self,
+        meters: CompiledMetrics,
+        scope: Scope,
+        doubts: Doubts | None = None,
+        *,
+        keeps_outputs: bool = False,
+    ) -> None:
+        if meters:
+            scope.callback(meters.reset)
         self.loss: RunningMean = RunningMean()
         self.parts: dict[str, RunningMean] = {}
         self.scales: dict[str, float] = {}
         self.meters = meters
-        self.logged: Logged = Logged()
+        self.logged: Logged = Logged(scope)
         self.steps: int = 0
         self.padding: int = 0
         self.samples: int = 0
-        self.doubts: Doubts = Doubts()
+        self.seen: int = 0
+        self.doubts: Doubts = doubts or Doubts()
+        self.outputs: list[Any] | None = [] if keeps_outputs else None
         self.joined: list[dict[str, Any]] = []
 
     def add_losses(
@@ -442,16 +461,6 @@ class Logbook:
         for term in terms:
             mean = self.parts.setdefault(term.name, RunningMean())
             mean.add(term.value.detach(), samples if term.count is None else term.count)
-
-    def reset(self) -> None:
-        """Begin a new pass."""
-        self.loss.reset()
-        for part in self.parts.values():
-            part.reset()
-        self.meters.reset()
-        self.logged.reset()
-        self.steps = self.padding = 0
-        self.joined = []
 
     def sums(self) -> dict[str, tuple[float, float]]:
         """Return the sum of the loss and of each of its parts, with what it was taken over."""
@@ -576,7 +585,9 @@ def reduced(
         if one.get("doubt") is not None:
             logbook.doubts.note(one["doubt"], speaks=collectives.rank == 0)
     try:
-        return _merged(logbook, collectives, gathered)
+        values = _merged(logbook, collectives, gathered)
+        logbook.logged.give_back()
+        return values
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         if not carried or isinstance(error, FitkitError):
             raise
@@ -607,7 +618,6 @@ def _merged(
         [one["steps"] - one.get("padding", 0) for one in gathered],
         [one.get("rank", 0) for one in gathered],
     )
-    logbook.logged.finish()
     if len(states) not in (0, len(gathered)) or _lacks_metrics(all_logged):
         # A rank without batches never learned which metrics there are.
         everyone = collectives.gather((metrics, logged))
@@ -651,15 +661,16 @@ def warn_of_empty(values: Mapping[str, Any], when: str) -> bool:
 
 def noted_by(logbook: Logbook, rank: int) -> dict[str, Any]:
     """Return what this rank has noted of a pass, as plain data."""
-    return {
-        "sums": logbook.sums(),
-        "scales": dict(logbook.scales),
-        "metrics": logbook.meters.state(),
-        "logged": logbook.logged.state(),
-        "steps": logbook.steps,
-        "padding": logbook.padding,
-        "rank": rank,
-    }
+    with logbook.meters.up_to_date():  # the waiting batches are counted once
+        return {
+            "sums": logbook.sums(),
+            "scales": dict(logbook.scales),
+            "metrics": logbook.meters.state(),
+            "logged": logbook.logged.state(),
+            "steps": logbook.steps,
+            "padding": logbook.padding,
+            "rank": rank,
+        }
 
 
 def _means(all_sums: list[dict[str, tuple[float, float]]]) -> dict[str, Any]:

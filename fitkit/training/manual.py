@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from fitkit.losses import Count
 from fitkit.module import Module
 from fitkit.trained import share
 from fitkit.training.empty_parts import without_gradients_of_nothing
-from fitkit.training.step_context import StepContext
+from fitkit.training.log import Logbook
 from fitkit.training.step_for import Step
 from fitkit.training.weighing import count_in, nothing_if, weighed
 
@@ -31,6 +32,9 @@ class Manual:
     Args:
         model: the model whose optimizers make them.
         step: the object that calls its `training_step`.
+
+    Attributes:
+        backward: computes a loss's gradients, for the model's step.
     """
 
     def __init__(self, model: Module, step: Step) -> None:
@@ -40,6 +44,7 @@ class Manual:
         self._engine: Engine = compilation.strategy.engine or Engine()
         trained = compilation.trained(model)
         self._parameters = trained.parameters()
+        self.backward: Callable[..., None] = partial(manual_backward, model, self._parameters)
         self._strategy = compilation.strategy
         is_alone = self._strategy.collectives.world_size == 1
         self._buffers_beside = [] if is_alone else trained.buffers_beside()
@@ -47,7 +52,7 @@ class Manual:
         self._updates_before: int | None = None  # of the epoch; None before its first batch
         self._has_warned = False
 
-    def __call__(self, batch: Batch, index: int) -> None:
+    def __call__(self, batch: Batch, index: int, record: Logbook) -> None:
         state, updates = self._state, self._state.updates
         if self._updates_before is None:
             self._updates_before = updates
@@ -55,7 +60,7 @@ class Manual:
             share(self._buffers_beside, self._strategy)
         versions = None if self._steps_count else self._versions()
         with state.counting_steps():
-            self._step.record(batch, self._step(batch, index))
+            self._step.record(batch, self._step(batch, index), record)
         if state.updates != updates:
             self._steps_count = True
         elif versions is not None and versions != self._versions():
@@ -93,7 +98,6 @@ class Manual:
 
 def manual_backward(
     model: Module,
-    context: StepContext,
     parameters: list[torch.nn.Parameter],
     loss: torch.Tensor,
     count: Count = None,
@@ -107,7 +111,7 @@ def manual_backward(
         through: what computes gradients, of the scaled loss and the options.
     """
     strategy, state = model._fitkit.compilation.strategy, model._fitkit.fit_state
-    assert context.batch is not None
+    context: Any = model._fitkit.contexts.current
     ranks = strategy.data_ranks
     mine = count_in(context.batch, count)
     if ranks.world_size == 1:

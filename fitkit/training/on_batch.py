@@ -39,14 +39,15 @@ from fitkit.optimizers import members_of
 from fitkit.outputs import EMPTY_MEAN
 from fitkit.pickling import MadeAnew
 from fitkit.samples import Reading, reading, samples_of
+from fitkit.scopes import Scope
 from fitkit.shortcuts import Shortcut
 from fitkit.training.batch_changes import batch_transforms_of
 from fitkit.training.evaluate import joined, on_host
-from fitkit.training.log import warn_of_empty
+from fitkit.training.log import Logbook, warn_of_empty
 from fitkit.training.parts_of_batches import counter_of
 from fitkit.training.step import CompiledStep
-from fitkit.training.step_context import StepContext, as_current
-from fitkit.training.step_for import predict_step_for, step_for
+from fitkit.training.step_context import as_current
+from fitkit.training.step_for import new_pass, predict_step_for, step_for
 from fitkit.training.surroundings import (
     computing,
     evaluating,
@@ -54,7 +55,7 @@ from fitkit.training.surroundings import (
     surroundings,
     unchanged_on_error,
 )
-from fitkit.training.update import updates_for
+from fitkit.training.update import backward_of, updates_for
 from fitkit.training.with_gradients import first_step
 from fitkit.typing import Tree
 
@@ -91,7 +92,7 @@ class KeptStep:
     """Holds the step that a verb of single batches has built, with all that it needs.
 
     Attributes:
-        context: the stage's context.
+        stage: the stage's name.
         step: the stage's step.
         update: makes updates; None if the stage doesn't train.
         is_kept: whether the next call may use the step.
@@ -104,7 +105,7 @@ class KeptStep:
         may_count: whether the loss may be a mean over something other than samples.
     """
 
-    context: StepContext
+    stage: str
     step: Any
     update: Any = None
     is_kept: bool = False
@@ -118,13 +119,10 @@ class KeptStep:
     batch_facts: list[Any] = dataclasses.field(default_factory=list)
     may_count: bool = False
 
-    def __post_init__(self) -> None:
-        self.step.logbook.meters.waits = False  # no later batch is measured with it
-
     def keep(self, model: Module, batch: tuple[Any, ...]) -> None:
         """Note what a step that has made its first batch was built for, if it can be kept."""
         step, losses = self.step, model._fitkit.compilation.trained(model).losses.values()
-        if not _can_be_kept(model, self.context.name, step):
+        if not _can_be_kept(model, self.stage, step):
             return
         self.is_kept = True
         _, *self.layers = everything = modules_of(model, *losses)
@@ -159,7 +157,7 @@ class KeptStep:
 
         True and False stand for whether there are hooks.
         """
-        read, names = CODE[self.context.name]
+        read, names = CODE[self.stage]
         objects: list[Any] = [
             model._fitkit.compilation,
             RemovableHandle.next_id,  # the number of hooks that were ever registered
@@ -217,9 +215,8 @@ class KeptSteps(MadeAnew):
         if not kept.is_kept:
             kept.keep(model, batch)
         if kept.is_kept:
-            kept.context.begin()  # between calls it holds no batch
-            kept.step.wrapped.module = kept.step.forward = None
-            self._by_stage[kept.context.name] = kept
+            kept.step.net.lend(None)
+            self._by_stage[kept.stage] = kept
 
 
 STEPS_KEPT = Shortcut("the step of single batches kept from call to call")
@@ -335,9 +332,7 @@ def _ready(
     batch = as_batch(arrays, step.mover.transfer.float_dtype)
     if kept.batch_facts != _batch_facts(batch):
         return None, batch
-    step.wrapped.module = model
-    step.enter_again()
-    step.begin()
+    step.net.lend(model)
     return kept, batch
 
 
@@ -354,10 +349,10 @@ def _counted_by_all(model: Module, data: tuple[Any, ...]) -> Batch:
     return dataclasses.replace(batch, total=int(ranks.sums([float(batch.samples)])[0]))
 
 
-def _values_of(kept: KeptStep, batch: Batch) -> dict[str, Any]:
+def _values_of(kept: KeptStep, record: Logbook, batch: Batch) -> dict[str, Any]:
     """Return the values of the one batch that a step has computed."""
     step = kept.step
-    values: dict[str, Any] = step.logbook.results()
+    values: dict[str, Any] = record.results()
     loss = values.get("loss")
     if loss != loss and kept.may_count and not any(step.counts_of(batch)):  # NaN, of no labels
         values["loss"] = EMPTY_MEAN
@@ -385,23 +380,24 @@ def fit_batch(
             if modules is None or not (trains and has_plain_modes(modules)):
                 to_training(model, kept_in_evaluation(model._weights_module()))
             if kept is None:
-                kept = KeptStep(*step_for(model, "training", class_weights=class_weights))
-            context, step = kept.context, kept.step
-            with as_current(model, context), state.weights_restored():
-                state.train()
-                try:
-                    if kept.update is None:
-                        # Compiled updates cost more than they save on one batch.
-                        kept.update = updates_for(model, context, step, accumulate=1)
+                kept = KeptStep(
+                    "training", step_for(model, "training", class_weights=class_weights)
+                )
+            step = kept.step
+            if kept.update is None:
+                # Compiled updates cost more than they save on one batch.
+                kept.update = updates_for(model, step, accumulate=1)
+            with Scope() as scope, state.weights_restored():
+                context = new_pass(model, "training", step, scope, backward_of(kept.update))
+                with as_current(model, context):
+                    state.train()
                     state.accumulate = 1
                     counted = _counted_by_all(model, batch)
                     if (transforms := batch_transforms_of(model, step)) is not None:
                         counted = transforms(counted)
                     context.batch = counted
-                    kept.update(counted, 0)
-                    values = _values_of(kept, counted)
-                finally:
-                    step.logbook.logged.finish()
+                    kept.update(counted, 0, context.record)
+                    values = _values_of(kept, context.record, counted)
     model._fitkit.log_names = list(values)
     if class_weights is None:
         steps.give(model, batch, kept)
@@ -410,21 +406,20 @@ def fit_batch(
 
 def evaluate_batch(model: Module, arrays: tuple[Any, ...]) -> dict[str, Any]:
     """Compute one batch's loss and metrics in this process."""
-    steps = model._fitkit.kept_steps
+    steps, stage = model._fitkit.kept_steps, evaluation_stage(model) or "test"
     assert type(steps) is KeptSteps
     with computing(model, "test_on_batch") as modules, surroundings(model, "test_on_batch"):
         kept, batch = _ready(model, steps.take("test"), arrays)
         if kept is None:
             place(model)
-            kept = KeptStep(*step_for(model, evaluation_stage(model) or "test"))
+            kept = KeptStep("test", step_for(model, stage))
         step = kept.step
-        with evaluating(model, kept.context, modules), torch.no_grad():
-            try:
-                counted = kept.context.batch = _counted(batch, counter_of(model))
-                step.record(counted, first_step(model, step, counted))
-                values = _values_of(kept, counted)
-            finally:
-                step.logbook.logged.finish()
+        with Scope() as scope:
+            context = new_pass(model, stage, step, scope)
+            with evaluating(model, context, modules), torch.no_grad():
+                counted = context.batch = _counted(batch, counter_of(model))
+                step.record(counted, first_step(model, step, counted), context.record)
+                values = _values_of(kept, context.record, counted)
     steps.give(model, batch, kept)
     return values
 
@@ -437,9 +432,10 @@ def predict_batch(model: Module, x: Tree) -> Any:
         kept, batch = _ready(model, steps.take("predict"), arrays)
         if kept is None:
             place(model)
-            kept = KeptStep(*predict_step_for(model))
-        with evaluating(model, kept.context, modules), torch.no_grad():
-            counted = kept.context.batch = _counted(batch, samples_of)
+            kept = KeptStep("predict", predict_step_for(model))
+        context = new_pass(model, "predict", kept.step, Scope())  # nothing is logged or measured
+        with evaluating(model, context, modules), torch.no_grad():
+            counted = context.batch = _counted(batch, samples_of)
             outcome = first_step(model, kept.step, counted)
             outputs = trees.to_numpy(joined([on_host(outcome.outputs)]))
     steps.give(model, batch, kept)

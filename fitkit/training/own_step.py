@@ -21,7 +21,7 @@ from fitkit.losses import checked_count
 from fitkit.modes import weights_cast_anew
 from fitkit.module import Module, is_metric
 from fitkit.training.log import Logbook
-from fitkit.training.step import Outcome
+from fitkit.training.step import CompiledStep, Outcome
 from fitkit.training.step_context import StepContext
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class OwnStep:
-    """Computes batches by the hooks that the model defines, and keeps the running values.
+    """Computes batches by the hooks that the model defines.
 
     In training these are `training_step` and `training_step_end`, and `training_epoch_end` gets at
     the pass's end what they returned; `validation_` and `test_` have the same three, and `predict_`
@@ -37,27 +37,36 @@ class OwnStep:
 
     Args:
         model: has the hooks.
-        context: what the hooks need to know; its name says which three they are.
+        stage: which three they are.
+        compiled: the step that `compile` describes, which the hooks may ask for.
         wrapped: calls the step, as the strategy wants it called.
+        transfer: the data's own way to move a batch; None leaves that to the model.
 
     Attributes:
         may_count, may_be_nan: as in `CompiledStep`, whose loss the hooks may ask for.
+        compiled: the step that `compile` describes.
         synchronization: what synchronised batch normalisations go by; None where there are none.
         ranks: those that see different data.
         keeps: whether the pass's `_epoch_end` wants what the steps returned.
-        outputs: what they returned; None where nobody wants it.
     """
 
-    def __init__(self, model: Module, context: StepContext, wrapped: WrappedModel) -> None:
-        stage, strategy = context.name, model._fitkit.compilation.strategy
+    def __init__(
+        self,
+        model: Module,
+        stage: str,
+        compiled: CompiledStep,
+        wrapped: WrappedModel,
+        transfer: Callable[[Any, torch.device], Any] | None = None,
+    ) -> None:
+        strategy = model._fitkit.compilation.strategy
         self.model = model
-        self.context = context
+        self.compiled = compiled
         self.wrapped = wrapped
-        self.mover: Mover = context.compiled.mover
-        self.logbook: Logbook = context.compiled.logbook
+        self.transfer = transfer
+        self.mover: Mover = compiled.mover
+        self._contexts = model._fitkit.contexts
         self.may_count: bool = True
         self.may_be_nan: bool = True
-        self.outputs: list[Any] | None = None
         self.synchronization: Synchronization | None = None
         self.ranks: Collectives = strategy.data_ranks
         autocast = strategy.precision.autocast
@@ -71,9 +80,9 @@ class OwnStep:
         # replica brings its part to its own device.
         self._moves = not self.mover.is_ours
         self._has_loss = stage != "predict"
+        self._stage = stage
         self._needs_loss = stage == "training" and model.automatic_optimization
         self.keeps: bool = self._has_loss and overridden(model, f"{stage}_epoch_end")
-        self.begin()
 
     def enter_again(self) -> None:
         """Call the model's step as the model is wrapped now."""
@@ -81,34 +90,34 @@ class OwnStep:
             self.model, self.wrapped, self.method, moves=not self.mover.is_ours
         )
 
-    def begin(self) -> None:
-        """Begin a new pass."""
-        self.logbook.reset()
-        self.outputs = [] if self.keeps else None
+    @property
+    def context(self) -> StepContext:
+        """The pass that this thread makes."""
+        found: StepContext = self._contexts.current  # type: ignore[assignment]
+        return found
 
-    def finish(self) -> None:
-        """Call the pass's `_epoch_end`."""
-        self._warn_of_silence()
-        if self.outputs is None:
+    def call_epoch_end(self, record: Logbook) -> None:
+        """Call the hook at a pass's end, `_epoch_end`."""
+        self._warn_of_silence(record)
+        if record.outputs is None:
             return
-        outputs, self.outputs = self.outputs, []
         context = self.context
         context.is_over = True
         try:
-            getattr(self.model, f"{context.name}_epoch_end")(outputs)
+            getattr(self.model, f"{self._stage}_epoch_end")(record.outputs)
         finally:
             context.is_over = False
 
-    def _warn_of_silence(self) -> None:
+    def _warn_of_silence(self, record: Logbook) -> None:
         """Say what an epoch shows of things that went nowhere."""
-        compiled = self.context.compiled
-        if self._needs_loss and self.context.seen and self.logbook.loss.last is None:
+        compiled = self.compiled
+        if self._needs_loss and record.seen and record.loss.last is None:
             warn(
                 "training_step returned None for every batch, so nothing was learned. Return the "
                 "loss.",
                 code="FK025",
             )
-        if compiled.class_weights is not None and not compiled.checked:
+        if compiled.class_weights is not None and compiled.seen is None:
             warn(
                 "class_weight has no effect, because training_step computes the loss itself. The "
                 "weights apply only in super().training_step."
@@ -135,46 +144,49 @@ class OwnStep:
             with weights_cast_anew(), self.autocast():
                 outputs = self.enter(given, *self.arguments(index, optimizer_idx))
                 outputs = self.ended(outputs)
-            found = self._outcome(outputs) if self._has_loss else Outcome(None, outputs=outputs)
+            found = Outcome(None, outputs=outputs)
+            if self._has_loss:
+                found = self._outcome(outputs, context.inside)
+            context.inside = None
         return found
 
     def again(
         self, batch: Batch, index: int, optimizer_idx: int = 0, *, is_part: bool = False
     ) -> Outcome:
         """Return the batch's outcome once more (LBFGS computes it several times)."""
-        self.context.is_silent = True
+        context = self.context
+        context.is_silent = True
         try:
             return self(batch, index, optimizer_idx, is_part=is_part)
         finally:
-            self.context.is_silent = False
+            context.is_silent = False
 
-    def record(self, batch: Batch, outcome: Outcome) -> None:
-        """Take a batch's loss, and what its step returned, into the pass's values.
+    def record(self, batch: Batch, outcome: Outcome, record: Logbook) -> None:
+        """Take a batch's loss, and what its step returned, into a pass's values.
 
         Ranks:
             Collective in training, if the step logs values that the ranks exchange in each step.
         """
-        context, logbook, samples = self.context, self.logbook, batch.samples
-        logbook.samples = samples
+        record.samples = samples = batch.samples
+        is_training = self._stage == "training"
         if samples == 0:
-            logbook.padding += 1
+            record.padding += 1
         else:
-            context.seen += samples
+            record.seen += samples
             if outcome.loss is not None:
                 count = outcome.count
-                logbook.loss.add(outcome.loss.detach(), samples if count is None else count)
-            if self.outputs is not None:
-                outputs = _without_gradients(outcome.outputs, training=context.name == "training")
-                self.outputs.append(outputs)
-        if context.name == "training":  # elsewhere ranks may make unequal numbers of steps
-            context.logged.exchange(self.ranks, is_padding=samples == 0)
+                record.loss.add(outcome.loss.detach(), samples if count is None else count)
+            if record.outputs is not None:
+                record.outputs.append(_without_gradients(outcome.outputs, training=is_training))
+        if is_training:  # elsewhere ranks may make unequal numbers of steps
+            record.logged.exchange(self.ranks, is_padding=samples == 0)
 
     def looking(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield a pass's batches. What is in them is the own step's matter."""
         return batches
 
-    def join_losses(self) -> None:
-        """Do nothing: the model's own code computes each loss."""
+    def joining_losses(self, first: Batch) -> None:
+        """Return None: the model's own code computes each loss."""
 
     def arguments(self, index: int, optimizer_idx: int = 0) -> list[int]:
         """Return what the model's step wants to know beside the batch."""
@@ -189,16 +201,16 @@ class OwnStep:
             return with_mean_loss(outputs, self.wrapped.weights)
         return outputs
 
-    def _outcome(self, outputs: Any) -> Outcome:
+    def _outcome(self, outputs: Any, inside: Outcome | None) -> Outcome:
         found = loss_in(outputs)
         loss = None
         if isinstance(found, torch.Tensor) and found.numel() == 1:
             loss = found.reshape(())
-        elif self.context.name != "training" and isinstance(found, float):
+        elif self._stage != "training" and isinstance(found, float):
             loss = torch.tensor(found)
         if self._needs_loss and outputs is not None and (loss is None or not loss.requires_grad):
             self._check(loss, found, outputs)
-        (inside, self.context.inside), said = (self.context.inside, None), said_count(outputs)
+        said = said_count(outputs)
         if said is not None:
             count = checked_count(said, f"{self.method} returned 'count'")
             return Outcome(loss, count, outputs=outputs)
@@ -208,7 +220,7 @@ class OwnStep:
 
     def counts_of(self, batch: Batch) -> list[float]:
         """As `CompiledStep.counts_of`, where the compiled loss is what the step returns."""
-        return self.context.compiled.counts_of(batch)
+        return self.compiled.counts_of(batch)
 
     def _check(self, loss: torch.Tensor | None, found: Any, outputs: Any) -> None:
         """Refuse what can't be learned from."""

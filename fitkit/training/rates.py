@@ -21,9 +21,10 @@ from fitkit.schedulers import (
     Span,
     own_interval,
 )
+from fitkit.scopes import Scope
 from fitkit.training.check_state import check_scheduler_state
+from fitkit.training.log import Logbook
 from fitkit.training.settings import FitArguments
-from fitkit.training.step_for import Step
 from fitkit.typing import PlainData, Values
 
 LENGTHS = ("T_max", "total_steps", "total_iters", "total_updates")
@@ -101,7 +102,7 @@ class Rates:
     Args:
         model: the model that is trained. Its optimizers exist.
         arguments: the arguments of `fit`.
-        step: computes the batches, and records their values.
+        scope: the fit's, at whose end a warm-up that isn't over sets the rates to its targets.
         updates: from which epochs on, the first from 0, an epoch has how many updates; None if
             unknown.
         before: the number of updates that were made before in the first epoch.
@@ -111,13 +112,13 @@ class Rates:
         self,
         model: Module,
         arguments: FitArguments,
-        step: Step,
+        scope: Scope,
         updates: tuple[tuple[int, int], ...] | None,
         before: int = 0,
     ) -> None:
         compilation, state = model._fitkit.compilation, model._fitkit.fit_state
         self._arguments = arguments
-        self._step = step
+        self._contexts = model._fitkit.contexts
         self._data_ranks: Collectives = compilation.strategy.data_ranks
         factor = state.scale_rates(compilation.given.scale_lr, self._data_ranks.world_size)
         resumed = arguments.resumed
@@ -140,6 +141,7 @@ class Rates:
             # It starts at the unscaled rates; at 0 if nothing was scaled.
             start = 1.0 / factor if factor != 1.0 else 0.0
             self._warm_up = WarmUp(state.groups, length, start, done)
+            scope.callback(self._warm_up.end)
         self._leading: Optimizer = state.optimizers[0]
         self._at_epochs = [
             (plan, plan.stepper())
@@ -158,11 +160,6 @@ class Rates:
         rates then.
         """
         return None if self._warm_up is None or self._warm_up.is_over else self._warm_up.state()
-
-    def end(self) -> None:
-        """Set the rates to the warmup's targets, if it isn't over."""
-        if self._warm_up is not None:
-            self._warm_up.end()
 
     @property
     def read_steps(self) -> bool:
@@ -256,14 +253,21 @@ class Rates:
         if value is not None:
             plan.scheduler.step(value)
         else:
-            self._report_missing(plan, watched, self._step.logbook.results())
+            self._report_missing(plan, watched, self._record.results())
+
+    @property
+    def _record(self) -> Logbook:
+        """The values of the pass that this thread makes."""
+        running = self._contexts.current
+        assert running is not None
+        return running.record  # type: ignore[return-value]
 
     def _logged_by_step(self, name: str) -> tuple[float | None, float]:
         """Return the last step's value of a name, and its weight in a mean over ranks.
 
         For the loss and logged values it is the step's; for a metric, the epoch's value so far.
         """
-        logbook = self._step.logbook
+        logbook = self._record
         samples = float(logbook.samples)
         entries = logbook.logged.entries
         entry = entries.get(name, entries.get(name.removesuffix("_step")))

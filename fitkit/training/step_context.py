@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,44 +17,61 @@ from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ConfigurationError
 from fitkit.module import LogOptions, Module
 from fitkit.record import Context
-from fitkit.training.log import Logged
+from fitkit.samples import samples_in
+from fitkit.scopes import Scope
+from fitkit.training.first_batch import brought
+from fitkit.training.log import Logbook, Logged
 from fitkit.training.step import CompiledStep, Outcome
+
+Waiting = tuple[str, Any, LogOptions, int | None]
+"""A value that was logged before a pass's first batch: its name, and how."""
+
+
+ALONE = contextlib.nullcontext()
+"""Stands for a lock where nothing takes turns."""
 
 
 @dataclasses.dataclass
 class StepContext:
     """One pass over data: an epoch's training, a validation, `evaluate`, `predict`.
 
+    It is made for the pass, and thrown away with it.
+
     Attributes:
         name: `"training"`, `"validation"`, `"test"` or `"predict"`.
-        logged: the values of `self.log`.
         compiled: computes what hooks get by `super()`: the compiled loss, or in `predict` the net's
             outputs.
+        record: the values of the pass.
         batch: the current batch, from its first hook on; None before a pass's first.
         is_part: whether it is only a part of an update's samples.
         is_silent: whether it is computed once more, and leaves no trace.
         inside: what `super().training_step(…)` found in it; None if it wasn't called.
-        seen: the samples of the pass so far, on this rank.
         is_over: whether the hook at the end of the pass runs.
         waiting: the values that hooks logged before the first batch, with which they count.
         ending: the values logged by a hook that is called with the pass's values; otherwise None.
+        replicas: a lock, by which replicas take turns.
         backward: computes a loss's gradients and averages them over the ranks; training only.
         transfer: the data's own way to move a batch; None leaves that to the model.
     """
 
     name: str
-    logged: Logged
     compiled: CompiledStep
+    record: Logbook
     batch: Batch | None = None
+    transfer: Callable[[Any, torch.device], Any] | None = None
+    backward: Callable[..., None] | None = None
     is_part: bool = False
     is_silent: bool = False
     inside: Outcome | None = None
-    seen: int = 0
     is_over: bool = False
-    waiting: list[tuple[str, Any, LogOptions, int | None]] = dataclasses.field(default_factory=list)
+    waiting: list[Waiting] = dataclasses.field(default_factory=list)
     ending: Logged | None = None
-    backward: Callable[..., None] | None = None
-    transfer: Callable[[Any, torch.device], Any] | None = None
+    replicas: AbstractContextManager[object] = ALONE
+
+    @property
+    def logged(self) -> Logged:
+        """The values of `self.log`."""
+        return self.record.logged
 
     def moved(self, own: Callable[..., Any], batch: Any, device: torch.device) -> Any:
         """Return a batch moved by the data's own way, or else by a model's hook."""
@@ -66,18 +84,41 @@ class StepContext:
     def compiled_loss(self, model: Any, batch: Any) -> torch.Tensor:
         """Return the compiled loss of a batch that is on the device; compiled metrics count it."""
         counts = not self.is_silent and self.batch is not None and self.batch.samples > 0
-        found = self.compiled.inside(model, batch, is_part=self.is_part, counts=counts)
+        record = self.record if counts else None
+        found = self._computed(model, batch, record)
         self.inside = found
         assert found.loss is not None
         return found.loss
 
+    def _computed(self, model: Any, batch: Any, record: Logbook | None) -> Outcome:
+        """Return the outcome of a batch inside a step of the model's own. Only the metrics record
+        it.
+
+        Args:
+            model: the model, or one of its replicas.
+            batch: a batch on the device.
+            record: the pass's values; None if the batch doesn't count.
+        """
+        step = self.compiled
+        x, y, weight = step.parts(batch)
+        step.check_later(y, weight)
+        # Replicas take turns at the first batch, whose checks build the metrics, and at their sums.
+        with contextlib.nullcontext() if step.seen is not None else self.replicas:
+            call = step.net.in_precision(model)
+            found = step.compute(call, x, y, weight, is_part=self.is_part)
+        if record is not None:
+            with self.replicas, torch.no_grad():
+                values = found.outputs, found.target, found.weight
+                device = step.mover.transfer.device
+                outputs, target, weight = brought(values, step.wrapped, device)
+                shown = dataclasses.replace(found, outputs=outputs, target=target, weight=weight)
+                step.measure(shown, samples_in(x, y), record)
+        return found
+
     def compiled_outputs(self, model: Any, batch: Any) -> Any:
         """Return the net's outputs for a batch that is on the device."""
-        return self.compiled.outputs_inside(model, batch)
-
-    def begin(self) -> None:
-        """Begin a new pass."""
-        self.batch, self.seen = None, 0
+        net = self.compiled.net
+        return net(self.compiled.parts(batch)[0], net.in_precision(model))
 
     def log_waiting(self) -> None:
         """Record what hooks logged before the first batch, now that its samples are known."""
@@ -104,18 +145,18 @@ class StepContext:
             Collective: one exchange per hook that isn't fitkit's own, because its code may log.
         """
         for hook in hooks:
-            self.ending = Logged()
-            try:
-                hook(*arguments)
-            finally:
-                ending, self.ending = self.ending, None
-            states, numbers = [ending.state()], [ranks.rank]
-            is_ours = (getattr(hook, "__module__", None) or "").startswith("fitkit.")
-            if ranks.world_size > 1 and not is_ours:
-                states, numbers = ranks.gather(states[0]), list(range(ranks.world_size))
-            if any(states):
-                values.update(ending.merge(states, [1] * len(states), numbers))
-                ending.finish()
+            with Scope() as scope:
+                ending = self.ending = Logged(scope)
+                try:
+                    hook(*arguments)
+                finally:
+                    self.ending = None
+                states, numbers = [ending.state()], [ranks.rank]
+                is_ours = (getattr(hook, "__module__", None) or "").startswith("fitkit.")
+                if ranks.world_size > 1 and not is_ours:
+                    states, numbers = ranks.gather(states[0]), list(range(ranks.world_size))
+                if any(states):
+                    values.update(ending.merge(states, [1] * len(states), numbers))
 
     def log(self, name: str, value: Any, options: LogOptions, samples: int | None) -> None:
         """Record a value that a hook logs, unless its batch doesn't count.
@@ -139,8 +180,8 @@ class StepContext:
             return
         if samples is None:
             # A value logged at the end of a pass stands for all samples of this rank.
-            samples = max(self.seen, 1) if self.is_over else batch
-        self.logged.add(name, value, options, samples)
+            samples = max(self.record.seen, 1) if self.is_over else batch
+        self.record.logged.add(name, value, options, samples)
 
 
 class as_current(contextlib.AbstractContextManager[StepContext]):  # noqa: N801

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 from fitkit.data.arrays import ArraySource
@@ -11,12 +13,18 @@ from fitkit.distributed.wrapped_model import DividedModel, WrappedModel
 from fitkit.errors import ConfigurationError
 from fitkit.hooks import has_own_steps
 from fitkit.losses.class_weights import ClassWeights
+from fitkit.metrics.compiled import CompiledMetrics
 from fitkit.module import Module
+from fitkit.scopes import Scope
 from fitkit.training.compiler import compiler_of
+from fitkit.training.first_batch import DataFacts
+from fitkit.training.log import Logbook
 from fitkit.training.own_step import OwnStep
 from fitkit.training.step import CompiledStep
 from fitkit.training.step_context import StepContext
 from fitkit.training.with_gradients import wrapped_for_evaluation
+
+NO_METRICS = CompiledMetrics()
 
 Step = CompiledStep | OwnStep
 """A batch's step: as `compile` describes it, or by the model's own hooks."""
@@ -30,7 +38,7 @@ def step_for(
     all_targets: list[Any] | None = None,
     name: str = "x",
     source: Source | None = None,
-) -> tuple[StepContext, Step]:
+) -> Step:
     """Return a stage's step: `compile`'s, or the model's own where it has hooks for it."""
     compilation = model._fitkit.compilation
     strategy = compilation.strategy
@@ -52,43 +60,69 @@ def step_for(
         wrapped = wrapped_for_evaluation(model)
     _check_undivided(model, wrapped, stage)
     transfer = None if source is None else source.whole.transfer
+    keeps_batches = source is not None and isinstance(source.whole, ArraySource)
     compiled = CompiledStep(
         model,
         wrapped,
+        DataFacts(name, all_targets or (), keeps_batches),
         class_weights=class_weights,
-        all_targets=all_targets,
-        name=name,
         ranks=strategy.data_ranks if stage == "training" else None,
         may_count=may_count,
-        keeps_batches=source is not None and isinstance(source.whole, ArraySource),
         transfer=transfer,
     )
     compiled.mover.transfer.pins = source is not None and source.whole.pins
-    context = StepContext(stage, compiled.logbook.logged, compiled, transfer=transfer)
+    # Values are read after each batch, or after the only one.
+    is_read = source is None or (stage != "training" and source.steps == 1)
+    if compiled.meters is not None:
+        compiled.meters.waits = not is_read
     by_turns = stage == "training" and not model._updates_all
     moves_parts = strategy.replicates and not compiled.mover.is_ours
     if not (has_own_steps(model, stage) or by_turns or moves_parts):
-        return context, compiled
-    return context, OwnStep(model, context, wrapped)
+        return compiled
+    return OwnStep(model, stage, compiled, wrapped, transfer)
 
 
-def predict_step_for(model: Module, source: Source | None = None) -> tuple[StepContext, Step]:
+def new_pass(
+    model: Module,
+    stage: str,
+    step: Step,
+    scope: Scope,
+    backward: Callable[..., None] | None = None,
+) -> StepContext:
+    """Return a pass of a step, with nothing in its record.
+
+    Args:
+        scope: the pass's, with the hooks at its end.
+        backward: as in `StepContext`.
+    """
+    doubts = model._fitkit.doubts
+    if isinstance(step, OwnStep):
+        meters = step.compiled.meters or NO_METRICS
+        record = Logbook(meters, scope, doubts, keeps_outputs=step.keeps)
+        turns = threading.Lock()
+        return StepContext(
+            stage, step.compiled, record, None, step.transfer, backward, replicas=turns
+        )
+    return StepContext(stage, step, Logbook(step.meters or NO_METRICS, scope, doubts))
+
+
+def predict_step_for(model: Module, source: Source | None = None) -> Step:
     """Return the step of `predict`."""
     wrapped = wrapped_for_evaluation(model)
     _check_undivided(model, wrapped, "predict")
     transfer = None if source is None else source.whole.transfer
+    keeps_batches = source is not None and isinstance(source.whole, ArraySource)
     compiled = CompiledStep(
         model,
         wrapped,
+        DataFacts(keeps_batches=keeps_batches),
         predicts=True,
-        keeps_batches=source is not None and isinstance(source.whole, ArraySource),
         transfer=transfer,
     )
     compiled.mover.transfer.pins = source is not None and source.whole.pins
-    context = StepContext("predict", compiled.logbook.logged, compiled, transfer=transfer)
     if has_own_steps(model, "predict"):
-        return context, OwnStep(model, context, wrapped)
-    return context, compiled
+        return OwnStep(model, "predict", compiled, wrapped, transfer)
+    return compiled
 
 
 def _check_undivided(model: Module, wrapped: WrappedModel, stage: str) -> None:

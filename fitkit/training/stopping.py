@@ -20,6 +20,7 @@ from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ConfigurationError
 from fitkit.module import Module
 from fitkit.training.compiler import Updates
+from fitkit.training.log import Logbook
 
 BATCH_HOOKS = (*SHORT_NAMES, *SHORT_NAMES.values())
 """Hooks in which a callback can stop an epoch."""
@@ -59,15 +60,15 @@ class Stopping:
         model.stop_training = stops
         return stops
 
-    def watched(self, update: Updates) -> Callable[[Batch, int], object]:
+    def watched(self, update: Updates) -> Callable[[Batch, int, Logbook], object]:
         """Return what learns from a batch, and refuses a stop that only this rank may know of."""
         if self.asks or self._collectives.world_size == 1:
             return update
         model = self._model
 
-        def learn(batch: Batch, index: int) -> None:
+        def learn(batch: Batch, index: int, record: Logbook) -> None:
             before = model.stop_training
-            update(batch, index)
+            update(batch, index, record)
             if model.stop_training and not before:
                 raise ConfigurationError(
                     f"stop_training was set on rank {self._collectives.rank} in batch {index} of "

@@ -39,15 +39,15 @@ from fitkit.optimizers import (
 )
 from fitkit.trained import share
 from fitkit.training.applier import Applier, ScaledApplier
-from fitkit.training.compiler import compiler_of
+from fitkit.training.compiler import Updates, compiler_of
 from fitkit.training.empty_parts import without_gradients_of_nothing
-from fitkit.training.manual import Manual, check_manual, exchange_gradients, manual_backward
+from fitkit.training.log import Logbook
+from fitkit.training.manual import Manual, check_manual, exchange_gradients
 from fitkit.training.memory_layout import match_strides
 from fitkit.training.rates import Rates
 from fitkit.training.reevaluation import Evaluated, Reevaluation
 from fitkit.training.second_order import backward_with_graph, needs_graph
 from fitkit.training.step import Outcome
-from fitkit.training.step_context import StepContext
 from fitkit.training.step_for import Step
 from fitkit.training.tally import CarriedTally, Tally
 from fitkit.training.weighing import (
@@ -64,7 +64,6 @@ AS_IS = contextlib.nullcontext()
 
 def updates_for(
     model: Module,
-    context: StepContext,
     step: Step,
     *,
     accumulate: int | None = None,
@@ -74,7 +73,6 @@ def updates_for(
 
     Args:
         model: the model to train.
-        context: the training's context; manual optimization gets its `backward` from it.
         step: computes losses.
         accumulate: the number of batches in an update; None for the number given to `compile`.
         rates: moves the learning rates after each update; None if they stay.
@@ -96,8 +94,6 @@ def updates_for(
     ]
     if not model.automatic_optimization:
         check_manual(model)
-        parameters = model._fitkit.compilation.trained(model).parameters()
-        context.backward = partial(manual_backward, model, context, parameters)
         return Manual(model, step)
     takes_turns = "optimizer_idx" in step_arguments(model, "training_step")
     if several and overridden(model, "training_step") and not takes_turns:
@@ -108,6 +104,11 @@ def updates_for(
             "in it."
         )
     return ByTurns(updates, state) if several else updates[0]
+
+
+def backward_of(update: object) -> Callable[..., None] | None:
+    """Return what a step calls to compute gradients, if it makes its own updates."""
+    return update.backward if isinstance(update, Manual) else None
 
 
 def ready_optimizers(model: Module) -> list[Optimizer]:
@@ -157,6 +158,50 @@ class Upcoming:
                 found.append(batch)
             self._seen.append(batch)
         return found[:count]
+
+
+class Learning:
+    """Makes the steps of an epoch, and its updates.
+
+    Args:
+        update: makes the updates.
+        learn: learns from a batch, by `update`.
+        record: the epoch's values.
+        after_first: called once, after the first batch; None for nothing.
+
+    Attributes:
+        make: learns from a batch.
+    """
+
+    def __init__(
+        self,
+        update: Updates,
+        learn: Callable[..., object],
+        record: Logbook,
+        after_first: Callable[[], None] | None,
+    ) -> None:
+        self._update = update
+        self._learn: Callable[[Batch, int], object] = partial(learn, record=record)
+        self._after_first = after_first
+        self.make = self._learn if after_first is None else self._with_first
+
+    def _with_first(self, batch: Batch, index: int) -> None:
+        self._learn(batch, index)
+        if self._after_first is not None:
+            after_first, self._after_first = self._after_first, None
+            after_first()
+
+    def skip(self) -> None:
+        """Nothing is learned from a batch without rows."""
+
+    def flush(self) -> None:
+        """Learn from the batches that are held."""
+        self._update.flush()
+
+    def end(self) -> None:
+        """Learn from what is left, also in a group that is shorter than others."""
+        self._update.flush()
+        self._update.finish()
 
 
 class Update:
@@ -299,13 +344,14 @@ class Update:
             share(self._buffers_beside, self._strategy)
 
     def __call__(
-        self, batch: Batch, index: int, *, begins: bool = True, **optimizer: Any
+        self, batch: Batch, index: int, record: Logbook, *, begins: bool = True, **optimizer: Any
     ) -> Outcome:
         """Learn from a batch: compute its loss, and make the update if the group is complete.
 
         Args:
             batch: the batch.
             index: its number in the epoch.
+            record: the pass's values, to which its own are added.
             begins: whether it may begin a group; False if `begin` was called for it.
             optimizer: `optimizer_idx`, if several optimizers take turns.
 
@@ -321,7 +367,7 @@ class Update:
             outcome = step(batch, index, is_part=is_part, **optimizer)
             guard = self._fit_state.guard
             if guard is None or guard.counts(self.optimizer, batch, outcome):
-                step.record(batch, outcome)
+                step.record(batch, outcome, record)
             outcome.outputs = None  # nothing more reads them, and they may be large
             if self._again is not None and outcome.loss is not None:
                 again = partial(step.again, batch, index, is_part=is_part, **optimizer)
@@ -518,7 +564,7 @@ class ByTurns:
         turns = state.frequencies or []
         self._turns = [number for number, count in enumerate(turns) for _ in range(count)]
 
-    def __call__(self, batch: Batch, index: int) -> None:
+    def __call__(self, batch: Batch, index: int, record: Logbook) -> None:
         numbers = range(len(self.updates))
         if self._turns:
             turn = self._turns[index % len(self._turns)]
@@ -527,7 +573,7 @@ class ByTurns:
         for number in numbers:
             frozen = self._state.freeze_others(self.updates[number].optimizer)
             try:
-                self.updates[number](batch, index, optimizer_idx=number)
+                self.updates[number](batch, index, record, optimizer_idx=number)
             finally:
                 for parameter in frozen:
                     parameter.requires_grad_(True)

@@ -54,6 +54,7 @@ def first_step(
     except RuntimeError as error:
         if torch.is_grad_enabled() or not NO_GRAPH.search(str(error)):
             raise
+        caller: Any = getattr(step, "net", step)
         wrapped: WrappedModel = step.wrapped
         if model._fitkit.needs_gradients and wrapped.wrapper is not None:
             raise  # with gradients it fails, too
@@ -64,12 +65,12 @@ def first_step(
                 "`with torch.enable_grad():` around that part of forward."
             ) from error
         wrapped.wrapper = WithGradients(wrapped.call)
-        step.enter_again()
+        caller.enter_again()
         try:
             found = make(batch, index)
         except RuntimeError:
             wrapped.wrapper = None
-            step.enter_again()
+            caller.enter_again()
             raise error from None
     model._fitkit.needs_gradients = True
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from fitkit.extras.jit.programs import (
 from fitkit.extras.jit.update import JitUpdate
 from fitkit.seams.networks import Module, has_own_steps, overridden
 from fitkit.seams.optimizers import uses_closure
-from fitkit.seams.steps import CompiledStep, Outcome, Take, Update, Updates
+from fitkit.seams.steps import CompiledStep, Logbook, Outcome, Take, Update, Updates
 from fitkit.typing import CompilerOptions
 
 
@@ -107,7 +108,14 @@ class TorchCompiler:
         return JitUpdate(model, eager, kept, self.net, joins_steps=joins_steps)
 
     def pass_steps(
-        self, model: Module, step: Callable[..., Outcome], take: Take, *, is_announced: bool
+        self,
+        model: Module,
+        step: Callable[..., Outcome],
+        take: Take,
+        record: Logbook,
+        scope: ExitStack,
+        *,
+        is_announced: bool,
     ) -> JitPass | None:
         """Return what computes a pass's batches by compiled functions.
 
@@ -124,4 +132,4 @@ class TorchCompiler:
         kind = "prediction" if step.loss is None else "evaluation"
         programs = self.of_passes.setdefault(kind, Programs(self._options, f"the {kind}"))
         programs.is_announced = is_announced
-        return JitPass(model, step, take, programs, self.net)
+        return JitPass(model, step, take, record, scope, programs, self.net)

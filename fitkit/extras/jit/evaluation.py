@@ -25,7 +25,7 @@ from fitkit.extras.jit.traced import TracedStep
 from fitkit.extras.jit.tracing import UncompiledError
 from fitkit.seams.data import Batch
 from fitkit.seams.networks import Module
-from fitkit.seams.steps import CompiledStep, Outcome, Take
+from fitkit.seams.steps import CompiledStep, Logbook, Outcome, Take
 
 FEWEST_FUSED = 24
 """The fewest fusible operations for which a net is compiled with one batch a call.
@@ -69,18 +69,28 @@ class JitPass:
         model: the model to evaluate.
         step: computes a batch without compiling.
         take: receives the batches with their outcomes, in their order.
+        record: the pass's values.
+        scope: the pass's, in which the net may be run as written.
         programs: those of earlier passes of this kind, so that nothing is compiled twice.
         net: what is given up if numbers differ.
     """
 
     def __init__(
-        self, model: Module, step: CompiledStep, take: Take, programs: Programs, net: JitNet
+        self,
+        model: Module,
+        step: CompiledStep,
+        take: Take,
+        record: Logbook,
+        scope: contextlib.ExitStack,
+        programs: Programs,
+        net: JitNet,
     ) -> None:
         self._model, self._step, self._traced = model, step, TracedStep(model, step)
-        self._take = take
+        self._take, self._record = take, record
+        self._plain: Callable[..., Outcome] = step
         self._predicts = step.loss is None
         self._programs, self._net = programs, net
-        self._rest = contextlib.ExitStack()  # runs the net as written until the pass ends
+        self._scope = scope
         self._most = model._fitkit.compilation.given.steps_per_execution
         self._together = 1
         self._function: Callable[..., Any] = self._computed
@@ -94,7 +104,8 @@ class JitPass:
 
     def first(self, batch: Batch, index: int) -> Outcome:
         """Make the first step without compiling; it checks everything."""
-        step, forward, seen = self._step, self._step.forward, _Operations()
+        step, net, seen = self._step, self._step.net, _Operations()
+        forward = net.forward
 
         def counted(*given: Any, **named: Any) -> Any:
             with seen:
@@ -103,28 +114,34 @@ class JitPass:
         with as_written(self._model):
             if self._programs.operations is not None:
                 return step(batch, index)
-            step.forward = counted
+            net.forward = counted
             try:
                 found = step(batch, index)
             finally:
-                step.forward = forward
+                net.forward = forward
         self._programs.operations = seen.count, seen.fused
         return found
 
     def after_first(
-        self, first: Batch, *, keeps: bool, users_look: bool
+        self,
+        first: Batch,
+        plain: Callable[[Batch, int], Outcome],
+        *,
+        keeps: bool,
+        users_look: bool,
     ) -> Callable[[Batch, int], Outcome | None]:
         """Return the function that makes the steps from the second on.
 
         Args:
             first: the first batch.
+            plain: makes them without compiling.
             keeps: whether the batches' memory stays unchanged until the pass ends.
             users_look: whether other code runs between batches.
         """
-        step = self._step
+        step, self._plain = self._step, plain
         if not step.wrapped.is_bare or not self._gains(keeps and not users_look):
-            self._rest.enter_context(as_written(self._model))
-            return step
+            self._scope.enter_context(as_written(self._model))
+            return plain
         self._programs.check()
         if self._predicts:
             self._function = self._predicted
@@ -163,7 +180,7 @@ class JitPass:
             Its outcome; None if it was taken already, or comes later.
         """
         if self.stopped:
-            return self._step(batch, index)
+            return self._plain(batch, index)
         parts = self._parts_of(batch)
         if shapes_of(parts) != self._shapes:
             self.flush()
@@ -194,10 +211,6 @@ class JitPass:
         held, self._held, self._parts = self._held, [], []
         for batch in held:
             self._run_plainly(batch)
-
-    def close(self) -> None:
-        """End the pass: the net is called as before."""
-        self._rest.close()
 
     def _run(self, held: list[Batch], batches: list[Parts], shapes: Any) -> None:
         """Compute some batches in one call.
@@ -234,11 +247,11 @@ class JitPass:
             for prediction, target in found:
                 step.meters.update(prediction, target)
         else:
-            traced.note_together(held, found, batches)
+            traced.note_together(held, self._record, found, batches)
 
     def _run_plainly(self, batch: Batch) -> None:
         with contextlib.nullcontext() if self.stopped else as_written(self._model):
-            self._take(batch, self._step(batch, 0))
+            self._take(batch, self._plain(batch, 0))
 
     def _predicted(self, entered: Any) -> Any:
         """Compute the batches' outputs; traced."""

@@ -20,7 +20,15 @@ from fitkit.samples import samples_in
 from fitkit.seams.data import Batch
 from fitkit.seams.losses import Term, checked_count
 from fitkit.seams.networks import Module
-from fitkit.seams.steps import CompiledStep, Outcome, OwnStep, is_plain_wrapper, loss_in, said_count
+from fitkit.seams.steps import (
+    CompiledStep,
+    Logbook,
+    Outcome,
+    OwnStep,
+    is_plain_wrapper,
+    loss_in,
+    said_count,
+)
 
 
 class TracedStep:
@@ -37,7 +45,7 @@ class TracedStep:
     def __init__(self, model: Module, step: CompiledStep) -> None:
         self._model, self._is_plain_wrapper = model, is_plain_wrapper(model)
         self.device: str = model._fitkit.compilation.strategy.device.type
-        self._step, self._caller = step, step.caller
+        self._step = step
         self._counts, self._keeps_prediction = step.may_count, step.meters is not None
         self.may_join: bool = False
 
@@ -62,18 +70,18 @@ class TracedStep:
 
     def as_written(self, batch: Parts) -> Outcome:
         """Compute a batch's outcome without compiling; the first batch is checked."""
-        return self._step.compute(self._step.in_precision(self.net), *batch)
+        return self._step.compute(self._step.net.in_precision(self.net), *batch)
 
     def entered(self, batch: Parts) -> tuple[Any, ...]:
         """Return the arguments of `predicted` and `computed` for a batch: the net's come first."""
         x, y, weight = batch
         if isinstance(x, torch.Tensor):
             return (x,), {}, y, weight
-        return *self._caller.arguments(x), y, weight
+        return *self._step.net.arguments(x), y, weight
 
     def predicted(self, given: Any, named: Any) -> Any:
         """Compute the net's output; traced."""
-        return self._step.in_precision(self.net)(*given, **named)
+        return self._step.net.in_precision(self.net)(*given, **named)
 
     def computed(
         self, given: Any, named: Any, y: Any, weight: Any, *, is_part: bool = False
@@ -99,19 +107,21 @@ class TracedStep:
         found = [Term(name, scale, value, number_of(c)) for name, scale, value, c in terms]
         return Outcome(loss, number_of(count), found, prediction, y, weight)
 
-    def note(self, batch: Batch, loss: torch.Tensor, kept: Any, parts: Parts) -> Outcome:
+    def note(
+        self, batch: Batch, record: Logbook, loss: torch.Tensor, kept: Any, parts: Parts
+    ) -> Outcome:
         """Add a traced step's results to the pass's values, and return them."""
         if self.device != "cpu":  # a CUDA graph's next replay writes its results in the same place
             loss, kept = trees.map_leaves(copied, (loss, kept))
         outcome = self.outcome(loss, kept, parts)
-        self._step.record(batch, outcome)
+        self._step.record(batch, outcome, record)
         return outcome
 
-    def note_inside(self, loss: torch.Tensor, kept: Any, parts: Parts) -> Outcome:
+    def note_inside(self, record: Logbook, loss: torch.Tensor, kept: Any, parts: Parts) -> Outcome:
         """Add a traced `super().training_step`'s results to the metrics, but not its loss."""
         outcome, (x, y, _) = self.outcome(loss, kept, parts), parts
         with torch.no_grad():
-            self._step.measure(outcome, samples_in(x, y))
+            self._step.measure(outcome, samples_in(x, y), record)
         return outcome
 
     def running(self) -> AbstractContextManager[None]:
@@ -172,17 +182,19 @@ class TracedStep:
 
         return losses[place], trees.map_leaves(at, kept)
 
-    def note_together(self, batches: Sequence[Batch], found: Any, parts: Sequence[Parts]) -> None:
+    def note_together(
+        self, batches: Sequence[Batch], record: Logbook, found: Any, parts: Sequence[Parts]
+    ) -> None:
         """Add several steps' results, from `joined`, to the pass's values."""
         if isinstance(found, list):
             for batch, (loss, kept), of_batch in zip(batches, found, parts, strict=True):
-                self.note(batch, loss, kept, of_batch)
+                self.note(batch, record, loss, kept, of_batch)
             return
         if self.device != "cpu":
             found = trees.map_leaves(copied, found)
         step, (losses, predictions, targets) = self._step, found
-        step.logbook.samples = samples = batches[-1].samples
-        step.logbook.loss.add_each(losses, samples)
+        record.samples = samples = batches[-1].samples
+        record.loss.add_each(losses, samples)
         if step.meters is not None:
             step.meters.update(predictions, targets)
 
@@ -201,8 +213,8 @@ class TracedOwnStep:
     def __init__(self, model: Module, step: OwnStep) -> None:
         self.device: str = model._fitkit.compilation.strategy.device.type
         self._model, self._step = model, step
-        self._inside = TracedStep(model, step.context.compiled)
-        self._parts = step.context.compiled.parts
+        self._inside = TracedStep(model, step.compiled)
+        self._parts = step.compiled.parts
         self._logged: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
         self._last: torch.Tensor | None = None  # the last loss of super().training_step
         self._computed: list[tuple[torch.Tensor, Any, Parts]] = []  # and all that it gave
@@ -266,7 +278,9 @@ class TracedOwnStep:
                 del own[name]
             own.update(before)
 
-    def note(self, batch: Batch, loss: torch.Tensor, kept: Any, parts: Parts) -> Outcome:
+    def note(
+        self, batch: Batch, record: Logbook, loss: torch.Tensor, kept: Any, parts: Parts
+    ) -> Outcome:
         """Add a traced step's results to the pass's values, and make its calls of `log`.
 
         Ranks:
@@ -275,7 +289,7 @@ class TracedOwnStep:
         step, (outputs, count, is_compiled_loss) = self._step, kept
         if self.device != "cpu":  # a CUDA graph's next replay writes its results in the same place
             loss, outputs = trees.map_leaves(copied, (loss, outputs))
-        inside = [self._inside.note_inside(*computed) for computed in self._computed]
+        inside = [self._inside.note_inside(record, *computed) for computed in self._computed]
         outcome = Outcome(loss, outputs=outputs)
         if count is not None:
             outcome.count = checked_count(count, f"{step.method} returned 'count'")
@@ -283,7 +297,7 @@ class TracedOwnStep:
             outcome.count, outcome.terms = inside[-1].count, inside[-1].terms
         for name, value, given, options in self._logged:
             self._model.log(name, copied(value), *given, **options)
-        step.record(batch, outcome)
+        step.record(batch, outcome, record)
         return outcome
 
 

@@ -37,15 +37,16 @@ from fitkit.extras.jit.tracing import OTHERS_LEARN, UncompiledError
 from fitkit.random_states import kept_random_numbers
 from fitkit.seams.data import Batch
 from fitkit.seams.networks import Module
-from fitkit.seams.steps import Applier, CompiledStep, Outcome, OwnStep, Update
+from fitkit.seams.steps import Applier, CompiledStep, Logbook, Outcome, OwnStep, Update
 from fitkit.seams.strategies import pack_gradients, unpack_gradients
 
 MOST_BYTES = 2**26
 """How many bytes of batches a call of several steps copies to one place, at most."""
 
 
-Waiting = tuple[Batch, int, Parts]
-"""A batch that waits for a call of several: as it came, its number, and its parts on the device."""
+Waiting = tuple[Batch, int, Logbook, Parts]
+"""A batch that waits for a call of several: as it came, its number, its pass's values, and its
+parts on the device."""
 
 COPIED = (torch.Tensor, np.ndarray, str, bytes, int, float, type(None))
 """What a batch that waits may hold: `copied` makes a copy, or nothing can change it."""
@@ -138,7 +139,7 @@ class JitUpdate:
         self._most = most_steps(compilation.given.steps_per_execution, loops=self._loops)
         self._joins_steps = kept.may_join and joins_steps and self._most > 1
         self._joins_steps = self._joins_steps and compiled is not None
-        self._keeps = compiled is not None and compiled.keeps_batches
+        self._keeps = compiled is not None and compiled.data.keeps_batches
         # Whether batches are pairs of tensors that need no move; None: to be asked again.
         self._leaves: bool | None = None
         self._may_repeat = False  # whether torch may skip its checks, see `Programs.run`
@@ -170,22 +171,22 @@ class JitUpdate:
 
     # ------------------------------------------------------------------ one batch
 
-    def __call__(self, batch: Batch, index: int) -> None:
+    def __call__(self, batch: Batch, index: int, record: Logbook) -> None:
         """Learn from a batch, or hold it until there are enough batches for one call."""
         eager = self._eager
         eager.begin()
         if eager.accumulate != self._accumulate:
             self._regroup()
         if self._kept.stopped is not None:
-            eager(batch, index, begins=False)
-        elif not self._learn_compiled(batch, index):
+            eager(batch, index, record, begins=False)
+        elif not self._learn_compiled(batch, index, record):
             # If the batch itself is wrong, the error is the same as without compiling.
             with as_written(self._model):
-                outcome = eager(batch, index, begins=False)
+                outcome = eager(batch, index, record, begins=False)
             if self._kept.stopped is None and self._batches < 0:
                 self._look_back(outcome)
 
-    def _learn_compiled(self, batch: Batch, index: int) -> bool:
+    def _learn_compiled(self, batch: Batch, index: int, record: Logbook) -> bool:
         """Learn from a batch by compiled functions, or hold it.
 
         Returns:
@@ -201,13 +202,13 @@ class JitUpdate:
         if self._may_wait and not self._sizes.earns(shapes) and not self._kept.steps.has(shapes):
             return self._leave_to_eager()
         others_wait = bool(self._waiting)
-        if self._may_wait and self._may_hold(parts) and self._hold(batch, index, parts):
+        if self._may_wait and self._may_hold(parts) and self._hold(batch, index, record, parts):
             return True
         if others_wait:  # they come first
             self._learn_each()
-            self._learn_alone(batch, index)
+            self._learn_alone(batch, index, record)
             return True
-        return self._kept.stopped is None and self._learn(batch, parts)
+        return self._kept.stopped is None and self._learn(batch, record, parts)
 
     def _leave_to_eager(self) -> bool:
         """Learn from the waiting batches, and return False: the eager update takes this one."""
@@ -215,7 +216,7 @@ class JitUpdate:
         self._eager.begin()  # what has waited may have left gradients
         return False
 
-    def _learn(self, batch: Batch, parts: Parts) -> bool:
+    def _learn(self, batch: Batch, record: Logbook, parts: Parts) -> bool:
         """Learn from one batch on the device; return whether that could be done."""
         traced = self._traced
         try:
@@ -236,7 +237,7 @@ class JitUpdate:
             self._stop(error)
             return False
         loss, kept, gradients = found
-        outcome = traced.note(batch, loss, kept, parts)
+        outcome = traced.note(batch, record, loss, kept, parts)
         if self._updates:
             self._apply.count()
             return True
@@ -282,7 +283,7 @@ class JitUpdate:
                 self._stop(error)
         return self._batches >= 0 and self._updates
 
-    def _hold(self, batch: Batch, index: int, parts: Parts) -> bool:
+    def _hold(self, batch: Batch, index: int, record: Logbook, parts: Parts) -> bool:
         """Hold a batch, and learn from the waiting batches once there are enough.
 
         The batch is copied if a generator may reuse its arrays for the next one.
@@ -297,7 +298,7 @@ class JitUpdate:
                 self._learn_each()
                 return False
             batch = dataclasses.replace(batch, data=trees.map_leaves(copied, batch.data))
-        self._waiting.append((batch, index, parts))
+        self._waiting.append((batch, index, record, parts))
         if len(self._waiting) == self._steps_a_call:
             self._learn_together()
         return True
@@ -328,8 +329,8 @@ class JitUpdate:
 
     def _learn_in_one_call(self, waiting: list[Waiting]) -> None:
         """Learn from batches in one call; one by one if that can't be done."""
-        batches, ready = [batch for batch, _, _ in waiting], 0
-        parts, samples = [parts for _, _, parts in waiting], batches[0].samples
+        batches, ready = [batch for batch, *_ in waiting], 0
+        parts, samples = [parts for *_, parts in waiting], batches[0].samples
         while ready < len(batches) and self._joins_steps and self._follows(ready):
             self._apply.count()  # each step's rates are known before the call
             ready += 1
@@ -340,7 +341,7 @@ class JitUpdate:
                     found = self._traced.separated(*self._run_loop(parts), len(batches))
                 else:
                     found = self._run(samples, *parts)
-                self._traced.note_together(batches, found, parts)
+                self._traced.note_together(batches, waiting[0][2], found, parts)
                 return
             except MisfitError as error:
                 self._stop(error)
@@ -356,13 +357,13 @@ class JitUpdate:
             for number in range(ready):
                 for group in groups:
                     group.give(group.last[number])
-                self._learn_alone(*waiting[number][:2])
+                self._learn_alone(*waiting[number][:3])
             for group, rate in zip(groups, following, strict=True):
                 group.give(rate)
         finally:
             apply.move_rates = move_rates
-        for batch, index, _ in waiting[ready:]:
-            self._learn_alone(batch, index)
+        for batch, index, record, _ in waiting[ready:]:
+            self._learn_alone(batch, index, record)
 
     def _join_no_more(self, error: UncompiledError) -> None:
         """Compute each step in a call of its own; `_run` warns once such a call was made."""
@@ -384,14 +385,14 @@ class JitUpdate:
         if self._loops and self._joins_steps and self._updates:
             self._learn_together()
         waiting, self._waiting = self._waiting, []
-        for batch, index, _ in waiting:
-            self._learn_alone(batch, index)
+        for batch, index, record, _ in waiting:
+            self._learn_alone(batch, index, record)
 
-    def _learn_alone(self, batch: Any, index: int) -> None:
+    def _learn_alone(self, batch: Any, index: int, record: Logbook) -> None:
         """Learn from a batch as if there were no calls of several; the caller does nothing more."""
         before, self._may_wait = self._may_wait, False
         try:
-            self(batch, index)
+            self(batch, index, record)
         finally:
             self._may_wait = before
 

@@ -14,7 +14,7 @@ from fitkit.extras.splitting.cuts import Cuts
 from fitkit.extras.splitting.pairs import WITHIN, JoinedLoss
 from fitkit.extras.splitting.refusals import check_model, over_pairs
 from fitkit.seams.data import Batch
-from fitkit.seams.steps import Outcome, OwnStep, Update, count_in, counter_of
+from fitkit.seams.steps import Logbook, Outcome, OwnStep, Update, count_in, counter_of
 
 
 class UpdateInParts(Update):
@@ -42,7 +42,7 @@ class UpdateInParts(Update):
         self.cuts: Cuts = Cuts(model, "fit", counter_of(model))
 
     def __call__(
-        self, batch: Batch, index: int, *, begins: bool = True, **optimizer: Any
+        self, batch: Batch, index: int, record: Logbook, *, begins: bool = True, **optimizer: Any
     ) -> Outcome:
         """Learn from a batch, in as many parts as it takes."""
         if not self._is_checked:  # the modes of a training are set by now
@@ -60,7 +60,7 @@ class UpdateInParts(Update):
                 failed: Exception
                 try:
                     with self._around_step() if self.accumulate > 1 else nullcontext():
-                        outcome = self._computed(batch, index, sizes, **optimizer)
+                        outcome = self._computed(batch, index, record, sizes, **optimizer)
                     break
                 except Exception as error:
                     failed = error
@@ -87,7 +87,9 @@ class UpdateInParts(Update):
             self._update()
         return outcome
 
-    def _computed(self, batch: Batch, index: int, sizes: list[int], **optimizer: Any) -> Outcome:
+    def _computed(
+        self, batch: Batch, index: int, record: Logbook, sizes: list[int], **optimizer: Any
+    ) -> Outcome:
         """Compute a batch's gradients in parts; return what the last part's step found."""
         is_part, self._learns = self.is_part or len(sizes) > 1, False
         joined = JoinedLoss(self.step) if self._compares and len(sizes) > 1 else None
@@ -100,7 +102,7 @@ class UpdateInParts(Update):
                     joined.take(outcome, part.batch.samples)
                 if is_new:
                     self._recorded = part.end
-                    self.step.record(part.batch, outcome)
+                    self.step.record(part.batch, outcome, record)
             outcome.outputs = None
             if outcome.loss is None:
                 self.check_alone()
@@ -150,7 +152,7 @@ class Logs:
     """
 
     def __init__(self, step: OwnStep) -> None:
-        self._step, self._context = step, step.context
+        self._step = step
         self._notes: list[tuple[Any, ...]] = []
 
     @contextlib.contextmanager
@@ -160,14 +162,15 @@ class Logs:
         Args:
             is_new: whether no earlier attempt has recorded the part.
         """
-        context: Any = self._context
+        context: Any = self._step.context
         self._notes = []
-        logged, batch = context.logged, context.batch
-        context.logged, context.batch, context.is_silent = self, part, not is_new
+        record, batch = context.record, context.batch
+        logged, record.logged = record.logged, self
+        context.batch, context.is_silent = part, not is_new
         try:
             yield
         finally:
-            context.logged, context.batch, context.is_silent = logged, batch, False
+            record.logged, context.batch, context.is_silent = logged, batch, False
         for given in self._notes:
             logged.add(*given)
 
@@ -184,4 +187,4 @@ class Logs:
         Ranks:
             Collective.
         """
-        self._context.logged.exchange(self._step.ranks, is_padding=is_padding)
+        self._step.context.logged.exchange(self._step.ranks, is_padding=is_padding)

@@ -6,9 +6,10 @@ from torch import nn
 
 import fitkit
 from fitkit.data.batches import Batch
+from fitkit.scopes import Scope
 from fitkit.training.own_step import with_mean_loss
 from fitkit.training.step_context import as_current
-from fitkit.training.step_for import predict_step_for, step_for
+from fitkit.training.step_for import new_pass, predict_step_for, step_for
 
 X, Y = torch.randn(6, 3), torch.randint(2, (6,))
 BATCH = Batch((X, Y), 6, 6)
@@ -32,7 +33,8 @@ def compiled(kind=fitkit.Model, metrics=("accuracy",)):
 @pytest.mark.parametrize(("kind", "count"), [(fitkit.Model, None), (OwnSteps, 4)])
 def test_an_outcome_is_recorded_when_somebody_records_it(kind, count):
     model = compiled(kind)
-    context, step = step_for(model, "training")
+    step = step_for(model, "training")
+    context = new_pass(model, "training", step, Scope())
     context.batch = BATCH
     expected = nn.functional.cross_entropy(model.net(X), Y)
     with as_current(model, context):
@@ -40,28 +42,30 @@ def test_an_outcome_is_recorded_when_somebody_records_it(kind, count):
     assert first.loss == second.loss == expected and second.loss.requires_grad
     if kind is OwnSteps:
         assert first.count == count
-    assert step.logbook.sums() == {}
+    assert context.record.sums() == {}
     for outcome in (first, second):
-        step.record(BATCH, outcome)
-    ((total, over),) = step.logbook.sums().values()
+        step.record(BATCH, outcome, context.record)
+    ((total, over),) = context.record.sums().values()
     assert over == 2 * (count or 6) and total == pytest.approx(over * expected.item())
 
 
 @pytest.mark.parametrize("kind", [fitkit.Model, OwnSteps])
 def test_a_batch_that_only_fills_a_place_has_an_outcome_and_records_nothing(kind):
     model = compiled(kind)
-    context, step = step_for(model, "training")
+    step = step_for(model, "training")
+    context = new_pass(model, "training", step, Scope())
     filler = context.batch = Batch((X, Y), 0, 8)
     with as_current(model, context):
         outcome = step(filler, 0)
-    step.record(filler, outcome)
-    assert outcome.loss.requires_grad and step.logbook.sums() == {}
+    step.record(filler, outcome, context.record)
+    assert outcome.loss.requires_grad and context.record.sums() == {}
 
 
 @pytest.mark.parametrize(("kind", "factor"), [(fitkit.Model, 1), (OwnSteps, 2)])
 def test_predictions_are_outcomes_without_a_loss(kind, factor):
     model = compiled(kind)
-    context, step = predict_step_for(model)
+    step = predict_step_for(model)
+    context = new_pass(model, "predict", step, Scope())
     context.batch = BATCH
     with as_current(model, context), torch.no_grad():
         outcome = step(BATCH)
