@@ -30,12 +30,16 @@ def key_within(key: int, *names: object) -> int:
     return xxhash.xxh3_64_intdigest(repr((key, *names)).encode()) & KEY_BITS
 
 
+TORCH = OF_THE_PROCESS[0]
+
+
 class OrderNumbers:
     """The numbers from which orders are drawn: those of this process, until others draw there.
 
     A pass draws its order from the process's generators, as a loop over a loader does. But what the
     net draws between two passes (dropout) doesn't move it: from then on the orders have a state of
-    their own, which takes the place of the process's while they are drawn.
+    their own, which takes the place of the process's while they are drawn. Torch's generator moves
+    on by as many numbers, so that the net draws what it draws in a loop over the loader.
     """
 
     def __init__(self) -> None:
@@ -53,9 +57,11 @@ class OrderNumbers:
         try:
             yield
         finally:
-            self.states = [numbers.save() for numbers in OF_THE_PROCESS]
+            before, self.states = self.states, [numbers.save() for numbers in OF_THE_PROCESS]
             for numbers, other in parted:
                 numbers.restore(other)
+            if before is not None and any(numbers is TORCH for numbers, _ in parted):
+                _move_on(_words_between(before[0], self.states[0]))
 
     def start_here(self) -> None:
         """Let the process's present states be those of the orders."""
@@ -84,6 +90,27 @@ class OrderNumbers:
             yield
         finally:
             self.states = before
+
+
+MOST_WORDS = 64
+"""The most numbers of 32 bits by which torch's generator moves on. A pass of a loader takes 4."""
+
+
+def _words_between(before: torch.Tensor, after: torch.Tensor) -> int:
+    """Return how many numbers of 32 bits torch's generator gave between two states; 0 for many."""
+    generator = torch.Generator()
+    generator.set_state(before)
+    for count in range(MOST_WORDS + 1):
+        if torch.equal(generator.get_state(), after):
+            return count
+        torch.empty((), dtype=torch.int32).random_(generator=generator)
+    return 0
+
+
+def _move_on(words: int) -> None:
+    """Let torch's generator give so many numbers, which nobody uses."""
+    for _ in range(words):
+        torch.empty((), dtype=torch.int32).random_()
 
 
 class DataDraws:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from fitkit import trees
 from fitkit.random_states import kept_random_numbers, set_random_state
 from fitkit.samples import samples_of
-from fitkit.seams.callbacks import ArraySource, rank_source, reads_by_index
-from fitkit.seams.data import LoaderSource, Source
+from fitkit.seams.callbacks import ArraySource, rank_source
+from fitkit.seams.data import LoaderSource, Source, reads_by_index
 
 SHOWN = 8
 """Of more samples than so many, the first are named."""
@@ -75,8 +76,11 @@ def _replayed(run: Any, number: int, place: int) -> Iterator[torch.Tensor | None
         return
     mine = rank_source(run.model, source, training=True, samples_of=samples_of)
     generators = run.source.generators
-    with kept_random_numbers(generators):
+    numbers = run.source.order_numbers
+    with kept_random_numbers(generators), nullcontext() if numbers is None else numbers.kept():
         set_random_state(began, generators)
+        if numbers is not None:
+            numbers.start_here()
         batches: Iterator[Any] = mine.batches(number, place)
         for batch in batches:
             data = getattr(batch, "data", None)

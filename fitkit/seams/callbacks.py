@@ -45,7 +45,6 @@ from fitkit.callbacks.display import (
 )
 from fitkit.callbacks.monitor import Monitor
 from fitkit.data.arrays import ArraySource
-from fitkit.data.loaders import reads_by_index
 from fitkit.training.surroundings import rank_source
 from fitkit.training.validation_names import validation_name
 
@@ -70,7 +69,6 @@ __all__ = [
     "is_terminal",
     "print_on_rank_zero",
     "rank_source",
-    "reads_by_index",
     "run_of",
     "share_buffers",
     "short_count",

@@ -39,7 +39,7 @@ def seeded_sample(key, number, index):
 
 
 def by_hand(dropout=0.0):
-    """A plain loop. Orders follow one another, whatever the net draws."""
+    """A plain loop. Orders follow one another, whatever the net draws, as if it were quiet."""
     trained = net(dropout=dropout)
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.05)
     fitkit.set_seed(5)
@@ -48,6 +48,10 @@ def by_hand(dropout=0.0):
     nets_own = torch.get_rng_state()
     orders += [list(DataLoader(range(SAMPLES), 8, shuffle=True)) for _ in range(EPOCHS - 1)]
     for number, order in enumerate(orders):
+        if number:  # what a pass of a loader draws moves the net's numbers on
+            torch.set_rng_state(nets_own)
+            list(DataLoader(range(SAMPLES), 8, shuffle=True))
+            nets_own = torch.get_rng_state()
         for indices in order:
             samples = [seeded_sample(key, number, int(index)) for index in indices]
             x, y = (torch.stack(part) for part in zip(*samples, strict=True))
