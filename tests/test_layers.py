@@ -118,10 +118,11 @@ FACES = {
     "training/compiler.py": {"jit"},
     "training/data_wait.py": {"data_advice"},
     "training/first_batch.py": {"explain", "own_loss"},
-    "training/fit.py": {"bad_numbers", "sync_batchnorm"},
+    "training/fit.py": {"bad_numbers", "splitting", "sync_batchnorm"},
     "training/step.py": {"explain"},
     "training/lone_watch.py": {"whereabouts"},
     "training/surroundings.py": {"explain"},
+    "training/step_for.py": {"splitting"},
     "training/update.py": {"splitting"},
     "compilation.py": {"free_devices"},
 }

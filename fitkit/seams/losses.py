@@ -15,6 +15,7 @@ Example:
 
 from fitkit.held_modules import Untrained
 from fitkit.losses import Ask, CompiledLoss, Count, Loss, Term, checked_count, resolve
+from fitkit.losses.compiled import total_of
 from fitkit.losses.formulas import (
     EPSILON,
     HALF_TYPES,
@@ -58,6 +59,7 @@ __all__ = [
     "is_labels",
     "last_axis_indices",
     "resolve",
+    "total_of",
     "undone",
     "vectors",
     "weighted_mean",

@@ -251,13 +251,18 @@ class Fit:
             self.strategy.end_engine(wanted=is_wanted)
 
     def built_in_callbacks(self) -> list[Callback]:
-        """Return the history, preceded by the device monitor if `compile` asked for one."""
-        measured = self.compilation.given.log_gpu_memory
-        if measured is None:
-            return [self.history]
-        from fitkit.callbacks import DeviceStatsMonitor
+        """Return the history, preceded by the callbacks that `compile` asked for."""
+        found: list[Callback] = [self.history]
+        given = self.compilation.given
+        if given.log_gpu_memory is not None:
+            from fitkit.callbacks import DeviceStatsMonitor
 
-        return [DeviceStatsMonitor(log_gpu_memory=measured), self.history]
+            found.insert(0, DeviceStatsMonitor(log_gpu_memory=given.log_gpu_memory))
+        if given.out_of_memory == "split":
+            from fitkit.extras.splitting import PartsReport
+
+            found.insert(0, PartsReport(self.update))
+        return found
 
     @contextlib.contextmanager
     def batch_norms_synchronized(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fitkit.data.arrays import ArraySource
@@ -61,7 +62,7 @@ def step_for(
     _check_undivided(model, wrapped, stage)
     transfer = None if source is None else source.whole.transfer
     keeps_batches = source is not None and isinstance(source.whole, ArraySource)
-    compiled = CompiledStep(
+    compiled = _kind_of(model, stage)(
         model,
         wrapped,
         DataFacts(name, all_targets or (), keeps_batches),
@@ -112,7 +113,7 @@ def predict_step_for(model: Module, source: Source | None = None) -> Step:
     _check_undivided(model, wrapped, "predict")
     transfer = None if source is None else source.whole.transfer
     keeps_batches = source is not None and isinstance(source.whole, ArraySource)
-    compiled = CompiledStep(
+    compiled = _kind_of(model, "predict")(
         model,
         wrapped,
         DataFacts(keeps_batches=keeps_batches),
@@ -123,6 +124,15 @@ def predict_step_for(model: Module, source: Source | None = None) -> Step:
     if has_own_steps(model, "predict"):
         return OwnStep(model, "predict", compiled, wrapped, transfer)
     return compiled
+
+
+def _kind_of(model: Module, stage: str) -> Callable[..., CompiledStep]:
+    """Return what makes a stage's compiled step. A training's parts are its updates' matter."""
+    if stage == "training" or model._fitkit.compilation.given.out_of_memory == "raise":
+        return CompiledStep
+    from fitkit.extras.splitting import StepInParts
+
+    return partial(StepInParts, stage)
 
 
 def _check_undivided(model: Module, wrapped: WrappedModel, stage: str) -> None:

@@ -67,3 +67,5 @@ def test_ranks_that_are_cut_by_themselves_give_the_uncut_numbers(heads, every, r
         torch.testing.assert_close(cut.net.state_dict()[name], value, rtol=1e-6, atol=1e-6)
     for name, values in expected.history.items():
         np.testing.assert_allclose(found.history[name], values, rtol=1e-6)
+    cut_ranks = {name.split(":")[0] for name in found.params["parts"]}
+    assert cut_ranks == {f"rank {rank}" for rank, most in enumerate(rows) if most < 20}

@@ -125,7 +125,7 @@ class TorchCompiler:
         strategy = model._fitkit.compilation.strategy
         if not compiles_steps(self._options) or self.net.given_up is not None:
             return None
-        if not isinstance(step, CompiledStep) or not step.wrapped.is_bare:
+        if type(step) is not CompiledStep or not step.wrapped.is_bare:
             return None
         if strategy.evaluates_in_step or not step.mover.is_ours:
             return None

@@ -91,9 +91,6 @@ class Cuts:
         if self._sizes.get(shapes) == sizes:
             return
         self._sizes[shapes] = sizes
-        history = self._model.history
-        if self._verb == "fit" and self._model._fitkit.fit_state.run is not None and history:
-            history.params["parts"] = self.parts  # the callbacks share this dict
         if self._said:
             return
         self._said = True

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import fitkit
 from fitkit.errors import ConfigurationError, OutOfMemoryError
+from fitkit.trees import leaves
 from tests.nets import classification
 
 pytestmark = [
@@ -218,3 +219,59 @@ def test_lengths_and_caps_at_random_change_nothing():
                           accumulate_grad_batches=trial % 3 + 1)  # fmt: skip
             runs.append((model, copy.deepcopy(model.fit(batches, epochs=1, verbose=0).history)))
         assert_same(runs[1], runs[0])
+
+
+class Wide(nn.Module):
+    """A net for evaluations that takes at most so many rows; two outputs where asked."""
+
+    def __init__(self, rows, heads=1):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(6, 3) for _ in range(heads))
+        self.rows = rows
+
+    def forward(self, x):
+        if len(x) > self.rows:
+            raise torch.OutOfMemoryError(FULL)
+        outputs = [head(x) for head in self.heads]
+        return outputs[0] if len(outputs) == 1 else {"a": outputs[0], "b": outputs[1]}
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_evaluations_and_predictions_are_cut_too(several, tmp_path):
+    def values(rows, **option):
+        torch.manual_seed(3)
+        model = fitkit.Model(Wide(rows, 2 if several else 1))
+        loss = {"a": "cross_entropy", "b": "cross_entropy"} if several else "cross_entropy"
+        y = {"a": IGNORED, "b": LABELS} if several else IGNORED
+        model.compile("sgd", loss, metrics=["accuracy"], accelerator="cpu", devices=1, **option)
+        single = {name: part[:20] for name, part in y.items()} if several else y[:20]
+        found = [
+            model.evaluate(X, y, batch_size=20, return_dict=True, verbose=0),
+            model.test_on_batch(X[:20], single, return_dict=True),
+        ]
+        predicted = [
+            model.predict(X, batch_size=20, verbose=0),
+            model.predict_on_batch(X[:20]),
+            model.predict(X, batch_size=20, verbose=0, out=tmp_path / f"{rows}.npy"),
+        ]
+        streamed = list(model.predict_batches(X, batch_size=20))
+        return found, predicted, streamed
+
+    expected, cut = values(1000), values(3, out_of_memory="split")
+    for one, other in zip(cut[0], expected[0], strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
+    for one, other in zip(cut[1] + cut[2], expected[1] + expected[2], strict=True):
+        for mine, theirs in zip(leaves(one), leaves(other), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_validations_are_cut_too():
+    histories = []
+    for rows, option in ((1000, {}), (3, {"out_of_memory": "split"})):
+        torch.manual_seed(3)
+        model = fitkit.Model(Wide(rows))
+        model.compile("sgd", "cross_entropy", accelerator="cpu", devices=1, **option)
+        data = {"validation_data": (X, IGNORED), "validation_batch_size": 40}
+        histories.append(model.fit(X, LABELS, batch_size=20, verbose=0, **data).history)
+    for name, values in histories[0].items():
+        assert histories[1][name] == pytest.approx(values, rel=1e-6)
