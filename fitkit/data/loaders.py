@@ -281,6 +281,10 @@ class ReadInOrder:
         if self._is_seeded:
             _read_by_keys(self._ordered)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process gets a new one: neither the reference nor the order can be sent.
+        return ReadInOrder, (self._loader(),)
+
     def fits(self, loader: DataLoader[Any]) -> bool:
         """Whether this reads as a new reader of the loader would."""
         pairs = zip(self._facts, _facts_of(loader), strict=True)

@@ -196,15 +196,22 @@ class CombinedLoader(ReadByItself):
         return map(self.structured, self.joined([begin() for begin in begins], begins))
 
     def joined(
-        self, readers: list[Iterator[Any]], again: Sequence[Callable[[], Iterator[Any]]]
+        self,
+        readers: list[Iterator[Any]],
+        again: Sequence[Callable[[], Iterator[Any]]],
+        draws: DataDraws | None = None,
     ) -> Iterator[Any]:
         """Return an entry of each reader at a time, as the mode says.
 
         Args:
             again: functions that begin each reader once more, for the mode that cycles.
+            draws: from which a mixture's turns are drawn; None for the process's generators.
         """
         if self.weights is not None:
-            return _mixed(readers, again, self._turns(), ends_early=self.mode == "min_size")
+            turns = self._turns()
+            if draws is not None:
+                turns = draws.each(turns, at_once=True)
+            return _mixed(readers, again, turns, ends_early=self.mode == "min_size")
         if self.mode == "min_size":
             return zip(*readers, strict=False)
         if self.mode == "max_size":
@@ -291,7 +298,7 @@ class CombinedSource(DrawnSource):
 
         begun = [begin(loader, first=True) for loader in self.loaders]
         again = [partial(begin, loader, first=False) for loader in self.loaders]
-        steps = list(self.combined.joined(begun, again))
+        steps = list(self.combined.joined(begun, again, draws))
         orders = [
             list(with_repeats(loader, order, cycles=True))
             for loader, order in zip(self.loaders, zip(*steps, strict=True), strict=True)

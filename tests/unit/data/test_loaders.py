@@ -1,6 +1,7 @@
 """Loaders over tensors, read by index: all is as torch's own loader gives it."""
 
 import functools
+import pickle
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from fitkit.data import CombinedLoader
 from fitkit.data.batches import Stream
 from fitkit.data.loaders import reads_by_index
 from fitkit.data.sources import make_source
@@ -238,3 +240,16 @@ def test_a_stream_is_told_its_epoch():
         for number, skip in ((0, 0), (1, 0), (4, 1)):
             found = [float(each) for each in source.batches(number, skip)]
             assert found == [10.0 * number + i for i in range(skip, 3)]
+
+
+def test_a_source_that_was_read_is_sent_and_reads_the_same_elsewhere():
+    loaders = [DataLoader(list(range(10)), 2, shuffle=True) for _ in range(2)]
+    for data in (loaders[0], CombinedLoader(loaders)):
+        source = make_source(data)
+        list(source.batches(0))
+        other = pickle.loads(pickle.dumps(source))
+        found = []
+        for each in (source, other):
+            torch.manual_seed(1)
+            found.append(list(each.batches(1)))
+        assert len(found[0]) == 5 and str(found[0]) == str(found[1])

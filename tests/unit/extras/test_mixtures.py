@@ -70,6 +70,7 @@ def owners(batches):
     ],
 )
 def test_a_pass_has_each_loaders_share_in_a_random_order(rows, weights, mode, shares):
+    torch.manual_seed(0)  # else two orders are alike by chance, once in 120 of the last case
     loaders = [loader(count, 4, 1000 * place) for place, count in enumerate(rows)]
     mixture = CombinedLoader(loaders, mode, weights=weights)
     assert len(mixture) == sum(shares)
@@ -92,12 +93,13 @@ def test_fit_reads_what_plain_iteration_gives_and_knows_its_length():
 
     torch.manual_seed(3)
     Keeps()  # draws its first weights
-    plain = [batch[1].flatten().tolist() for batch in mixture()]
+    again = mixture()
+    plain = [batch[1].flatten().tolist() for _ in range(2) for batch in again]
     seen = []
     notes = callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
-    model = trained(mixture(), epochs=1, given=[notes])
-    assert model.given == plain and seen == list(range(15))
-    assert owners(model.given) == {0: 10, 1: 5}
+    model = trained(mixture(), given=[notes])
+    assert model.given == plain  # what the step draws between two passes doesn't matter
+    assert seen == 2 * list(range(15)) and owners(model.given) == {0: 20, 1: 10}
     assert model.evaluate(mixture(), verbose=0, return_dict=True)["loss"] > 0
 
 
