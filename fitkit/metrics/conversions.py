@@ -202,14 +202,14 @@ class LaterBatches:
         is_guess: whether predictions were taken for probabilities, by the first batch alone.
 
     Attributes:
-        kept: the bounds of labels that are still on a device, each with its task.
+        kept: the bounds of all labels on a device so far, by the task's place.
     """
 
     def __init__(self, tasks: list[Task], hint: LossHint, *, is_guess: bool) -> None:
         self._tasks = [task for task in tasks if not task.one_hot]
         self._is_shifted, self._is_guess = hint.is_shifted, is_guess
         self._highest = min(map(_highest, self._tasks), default=-1)  # a label of all of them
-        self.kept: list[tuple[Task, Tensor]] = []
+        self.kept: dict[int, Tensor] = {}
 
     def check(self, prediction: Tensor, target: Tensor) -> None:
         """Look at a batch.
@@ -219,29 +219,33 @@ class LaterBatches:
         """
         if 0 in target.shape:
             return
-        if self._is_guess and prediction.is_cpu and prediction.is_floating_point():
+        if self._is_guess and is_at_hand(prediction) and prediction.is_floating_point():
             self._check_scale(prediction)
         if self._is_shifted:
             target = target[:, 1:]
-        if target.is_cpu and target.dtype is torch.int64 and target.ndim == 1:
+        at_hand = is_at_hand(target)
+        if at_hand and target.dtype is torch.int64 and target.ndim == 1:
             low, high = torch.aminmax(target)  # most batches need no more
             if low >= 0 and high <= self._highest:
                 return
-        for task in self._tasks:
+        for place, task in enumerate(self._tasks):
             labelled = task.kind == "multiclass"
             if labelled and target.shape == prediction.shape:
                 continue  # soft labels
             bounds = _bounds_of(target, labelled=labelled)
-            if target.is_cpu:
+            if at_hand:
                 _check_bounds(task, bounds)
-            else:
-                self.kept.append((task, bounds))
+                continue
+            if (before := self.kept.get(place)) is not None:  # one look at the end, however many
+                low, rest = before[:1].minimum(bounds[:1]), before[1:].maximum(bounds[1:])
+                bounds = torch.cat([low, rest])
+            self.kept[place] = bounds
 
     def finish(self) -> None:
         """Say what is wrong with batches on a device."""
-        kept, self.kept = self.kept, []
-        for task, bounds in kept:
-            _check_bounds(task, bounds)
+        kept, self.kept = self.kept, {}
+        for place, bounds in kept.items():
+            _check_bounds(self._tasks[place], bounds)
 
     def _check_scale(self, prediction: Tensor) -> None:
         low, high = (number.item() for number in torch.aminmax(prediction))
@@ -251,6 +255,11 @@ class LaterBatches:
                 f"but others reach from {low:.4g} to {high:.4g}. Name the loss, which says what "
                 "predictions are, or pass a torchmetrics object in place of the name."
             )
+
+
+def is_at_hand(tensor: Tensor) -> bool:
+    """Whether the host may read a tensor without waiting for a device."""
+    return tensor.is_cpu
 
 
 def _bounds_of(target: Tensor, *, labelled: bool) -> Tensor:
