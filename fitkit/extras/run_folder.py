@@ -102,6 +102,7 @@ class RunFolder(Callback):
     """
 
     stops_alike = True
+    each_batch = True  # each update has a row of its own
     comes_last = True  # to note what all other callbacks add to an epoch's logs
 
     def __init__(

@@ -210,12 +210,30 @@ def test_nan_on_one_rank_ends_all_of_them():
     assert history.epoch == [0] and len(steps) <= 3
 
 
-def test_the_rank_and_the_module_of_the_first_nan_are_named():
+class NotesRankOnesRows(Callback):
+    """The rows of the newest batch of rank 1."""
+
+    stops_alike = True
+
+    def on_train_begin(self, logs=None):
+        handle = self.model.net.layer.register_forward_pre_hook(self._note)
+        self.add_cleanup(handle.remove)
+
+    def _note(self, layer, given):
+        self._mine = given[0].detach().clone()
+
+    def on_train_batch_end(self, batch, logs):
+        self.rows = self.model.all_gather(self._mine[None])[1]
+
+
+def test_the_rank_the_module_and_the_samples_of_the_first_nan_are_named():
     model = compiled(net=BreaksOnRankOne())
-    detect = DetectNonFinite("stop", check_every=1)
-    history = model.fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=detect)
+    detect, notes = DetectNonFinite("stop", check_every=1), NotesRankOnesRows()
+    history = model.fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=[notes, detect])
     assert history.epoch == [0]
-    assert "odd (Odd)" in detect.found and detect.found.endswith("(rank 1)")
+    what, samples = detect.found.split(" (rank 1), samples ")
+    assert "odd (Odd)" in what
+    assert torch.equal(torch.as_tensor(X)[[*map(int, samples.split(", "))]], notes.rows.view(8, 4))
 
 
 def test_rank_zeros_clock_stops_all(capsys):

@@ -38,10 +38,12 @@ def test_each_update_has_its_loss_rate_and_samples(tmp_path):
     assert [bool(w) for w in rows["weights"]] == [False] * 5 + [True] + [False] * 5 + [True]
 
 
-def test_parts_and_ranks_record_the_updates_of_one_process(tmp_path):
+def test_parts_and_joined_steps_record_the_updates_of_whole_single_ones(tmp_path):
     _, _, whole = fit(tmp_path / "a")
     _, _, again = fit(tmp_path / "b")
     assert np.array_equal(whole, again) and "equal up to update 12" in parting(whole, again)
+    _, _, joined = fit(tmp_path / "d", steps_per_execution=3)
+    assert np.array_equal(whole, joined)
     _, _, parts = fit(tmp_path / "c", accumulate_grad_batches=2)
     pairs = whole["samples"].reshape(-1, 2).sum(1, dtype=np.uint64)
     assert parts["samples"].tolist() == pairs.tolist() and parts["update"].tolist() == [

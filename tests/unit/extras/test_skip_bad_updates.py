@@ -27,7 +27,9 @@ def data(*bad, value=math.nan, of="x"):
 
 def net():
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1))
+    # A bias before the normalization has only rounding for a gradient, which Adam makes steps of.
+    layer = nn.Linear(4, 6, bias=False)
+    return nn.Sequential(layer, nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1))
 
 
 def compiled(module=None, optimizer="adam", **options):
@@ -66,8 +68,17 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("fault", "every"),
+    [
+        ("a nan in x", 1),
+        ("an inf in x", 2),
+        ("a nan in y", 2),
+        ("an inf label", 1),
+        ("a loss that overflows", 2),
+        ("two", 1),
+    ],
+)
 def test_weights_statistics_optimizer_and_schedule_are_those_without_the_update(fault, every):
     x, y = FAULTS[fault]
     schedule = {
@@ -228,8 +239,18 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("steps", [None, 9])
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    ("reader", "steps"),
+    [
+        ("arrays", None),
+        ("arrays", 9),
+        ("a data set", None),
+        ("a loader", None),
+        ("workers", 9),
+        ("tensors", 9),
+        ("a subset", None),
+    ],
+)
 def test_samples_are_named_whatever_the_order(reader, steps):
     given, row = READERS[reader](), 7 if reader == "a subset" else 17
     skip = SkipBadUpdates()
