@@ -33,7 +33,7 @@ ABOUT = {
     "tasks/keep-runs": "Write settings, values, curves and weights of each run into a folder.",
     "tasks/is-it-better": "Find out over seeds which of several models is better; search settings.",
     "tasks/numbers-differ": "Find out why two runs or two machines give different numbers.",
-    "tasks/batch-does-not-fit": "What to try when memory runs out, and batches that are computed in parts.",
+    "tasks/batch-does-not-fit": "What to try when memory runs out; batches in parts.",
     "tasks/uneven-texts": "Put texts of similar length into a batch, and ignore the padding.",
     "tasks/sklearn-pipeline": "Use a network as an estimator of scikit-learn.",
     "tasks/predict-much-data": "Write predictions to a file as they are computed.",

@@ -12,7 +12,10 @@ A compilation takes from 3 seconds (two layers) to 20 (a transformer). A batch g
 """
 
 SMALLEST_PART = 8
-"""And it must be one in so many of the batches, so that the last one of long epochs never is."""
+"""And it must be one in so many of the batches, so that the last one of long epochs never is.
+
+Unless so many as must come have come in a row: then batches have another size from now on.
+"""
 
 MANY = 4
 """With more shapes than these, all but the first count together: lengths that always differ."""
@@ -23,13 +26,15 @@ class Shapes:
 
     Example:
         A thousand samples in batches of 32: each epoch's last batch, of 8, is one in 32 batches. It
-        runs as written.
+        runs as written. If later epochs have batches of 64, these are compiled from the 16th on.
     """
 
     def __init__(self) -> None:
         self._first: Any = None
         self._others: Counter[Any] = Counter()
         self._batches = 0
+        self._last: Any = None
+        self._row = 0  # how often the last shape has come in a row, unless it is the first one
 
     def earns(self, shapes: Any) -> bool:
         """Count a batch, and return whether its shape is worth a compilation.
@@ -39,11 +44,16 @@ class Shapes:
         """
         self._batches += 1
         if shapes == self._first:
+            self._row = 0
             return True
         if self._first is None:
             self._first = shapes
             return True
         others = self._others
         others[shapes] += 1
+        self._row = self._row + 1 if shapes == self._last else 1
+        self._last = shapes
+        if self._row >= FEWEST_BATCHES:
+            return True
         count = others[shapes] if len(others) <= MANY else others.total()
         return count >= FEWEST_BATCHES and count * SMALLEST_PART >= self._batches

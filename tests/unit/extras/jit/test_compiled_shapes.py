@@ -31,6 +31,8 @@ def test_a_shape_is_worth_a_compilation_if_it_comes_often():
     long, short = [*[32] * 31, 8] * 100, [32, 32, 8] * 30
     assert compiled_shapes(long) == {32: 0}  # one in 32
     assert compiled_shapes(short) == {32: 0, 8: 3 * 16 - 1}  # at its 16th time
+    larger = [*[32] * 999, 8, *[64] * 20]  # later epochs have other batches
+    assert compiled_shapes(larger) == {32: 0, 64: 1000 + 16 - 1}
     others = [[length] for length in range(1, 100)]
     assert min(compiled_shapes(map(str, [[0], *others])).values()) == 0
     assert len(compiled_shapes(map(str, [[0], *others]))) == 1 + 99 - 15  # they count together

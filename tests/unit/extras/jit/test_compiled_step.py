@@ -355,7 +355,9 @@ def test_batches_that_wait_have_been_learned_when_the_next_one_cannot_be_read(ba
         torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12)
 
 
-def test_a_batch_that_does_not_fit_within_a_group_finds_those_before_it_learned():
+def test_a_batch_that_does_not_fit_within_a_group_finds_those_before_it_learned(recwarn):
+    """Of a shape that has a program, which refuses it, and of a new one, which runs as written."""
+
     def run(**more):
         model = model_of(steps_per_execution=12, **more)
         data = [(X[:8], Y[:8])] * 5 + [(X[:8, :4], Y[:8])]
@@ -363,10 +365,14 @@ def test_a_batch_that_does_not_fit_within_a_group_finds_those_before_it_learned(
             model.fit(iter(data), verbose=0)
         return model.state_dict()
 
-    with pytest.warns(UserWarning, match="jit_compile"):
-        state = run(jit_compile=TRACED)
-    for name, value in run().items():
-        torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12)
+    expected = run()
+    for dynamic in (True, None):
+        recwarn.clear()
+        state = run(jit_compile={**TRACED, "dynamic": dynamic})
+        warned = [one for one in recwarn if "jit_compile" in str(one.message)]
+        assert bool(warned) == bool(dynamic)
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
