@@ -14,7 +14,7 @@ class Scope(contextlib.ExitStack):
     Example:
         >>> from fitkit.scopes import Scope
         >>> with Scope() as scope:
-        ...     scope.callback(print, "ends")
+        ...     _ = scope.callback(print, "ends")
         ...     print("begins")
         begins
         ends
