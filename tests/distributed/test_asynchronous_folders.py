@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import fitkit
-from fitkit.callbacks import BackupAndRestore, Callback, ModelCheckpoint, checkpoint_writer
+from fitkit.callbacks import BackupAndRestore, Callback, ModelCheckpoint
 from fitkit.errors import CheckpointError
+from fitkit.extras.dcp import folder_by_threads
 from fitkit.strategies import FSDPStrategy
 from tests.nets import dense, regression
 
@@ -83,8 +84,8 @@ class Failing(Callback):
 
     def on_train_begin(self, logs=None):
         if self.model.global_rank == self.rank:
-            self.real = checkpoint_writer.write_shard
-            checkpoint_writer.write_shard = self.write_shard
+            self.real = folder_by_threads.write_shard
+            folder_by_threads.write_shard = self.write_shard
 
     def write_shard(self, *arguments):
         if self.kind == "killed":
@@ -102,7 +103,7 @@ class Failing(Callback):
 
     def put_back(self):
         if self.model.global_rank == self.rank:
-            checkpoint_writer.write_shard = self.real
+            folder_by_threads.write_shard = self.real
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
@@ -122,7 +123,7 @@ def test_a_slow_rank_is_waited_for(tmp_path, rank):
 
 
 def test_a_rank_that_dies_leaves_no_thread_that_waits_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr("fitkit.callbacks.checkpoint_writer.GRACE_S", 0.5)
+    monkeypatch.setattr("fitkit.extras.dcp.folder_by_threads.GRACE_S", 0.5)
     saves = ModelCheckpoint(tmp_path / "{epoch}.dcp", asynchronous=True)
     with pytest.raises(Exception, match="rank 1|killed|SIGKILL"):
         trained(FSDPStrategy(wrap=None), saves, Failing(1, "killed"))
