@@ -244,19 +244,26 @@ def frames_of_error(error: BaseException) -> list[Frame]:
 
 def _as_frame(frame: FrameType, line: int | None) -> Frame:
     code = frame.f_code
-    owner = None
-    if code.co_argcount and code.co_varnames[0] == "self":
-        owner = frame.f_locals.get("self")
-    return Frame(code.co_filename, line or 0, code.co_name, owner)
+    found = Frame(code.co_filename, line or 0, code.co_name)
+    # Before Python 3.13 a frame keeps the copies of its variables that are asked for. In fitkit's
+    # own frames these would keep an error in a ring, with the data workers that its frames hold.
+    is_asked = found.function == READS or _is_users(found)
+    if is_asked and code.co_argcount and code.co_varnames[0] == "self":
+        return found._replace(owner=frame.f_locals.get("self"))
+    return found
 
 
 # ---------------------------------------------------------------------- a loader's worker
 
 
+READS = "_try_get_data"
+"""The method of torch's iterator over a loader in which it waits for a worker."""
+
+
 def _of_worker(frames: Sequence[Frame]) -> tuple[str, str]:
     """Return where the loader's worker is that a stack waits for, in words, and its stack."""
     for frame in frames:
-        if frame.function == "_try_get_data":
+        if frame.function == READS:
             with contextlib.suppress(Exception):
                 iterator = frame.owner
                 number = iterator._task_info[iterator._rcvd_idx][0]

@@ -379,11 +379,14 @@ class Evaluation:
         # repeat a batch, marked as one that doesn't count.
         alike = not model._fitkit.compilation.strategy.evaluates_in_step
         self._in_memory = alike and isinstance(source.whole, ArraySource)
-        self._advance: Callable[[Batch, int], Outcome | None] = self._first
+        # What makes the steps after the first.
+        self._advance: Callable[[Batch, int], Outcome | None] | None = None
 
     def make(self, batch: Batch, index: int) -> None:
         """Make a batch's step, or hold it."""
-        if (outcome := self._advance(batch, index)) is not None:
+        if self._advance is None:
+            self._first(batch, index)
+        elif (outcome := self._advance(batch, index)) is not None:
             self._take(batch, outcome)
 
     def _first(self, batch: Batch, index: int) -> None:

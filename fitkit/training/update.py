@@ -168,9 +168,6 @@ class Learning:
         learn: learns from a batch, by `update`.
         record: the epoch's values.
         after_first: called once, after the first batch; None for nothing.
-
-    Attributes:
-        make: learns from a batch.
     """
 
     def __init__(
@@ -183,7 +180,13 @@ class Learning:
         self._update = update
         self._learn: Callable[[Batch, int], object] = partial(learn, record=record)
         self._after_first = after_first
-        self.make = self._learn if after_first is None else self._with_first
+
+    @property
+    def make(self) -> Callable[[Batch, int], object]:
+        """What learns from a batch. It isn't kept here: in a ring, data workers would outlive an
+        error.
+        """
+        return self._learn if self._after_first is None else self._with_first
 
     def _with_first(self, batch: Batch, index: int) -> None:
         self._learn(batch, index)
