@@ -73,16 +73,16 @@ ENDS = [
     ),
     Mutant(
         "a warm-up that the fit didn't finish leaves no low rate behind",
-        "training/fit.py",
-        "            run.rates.end()\n",
+        "training/rates.py",
+        "            scope.callback(self._warm_up.end)\n",
         "            pass\n",
         (f"{UNIT}/training/test_rates.py",),
     ),
     Mutant(
         "an evaluation after one that failed counts its own samples only",
-        "training/evaluate.py",
-        "            logbook.logged.finish()\n",
-        "            pass\n",
+        "training/log.py",
+        "                self._lent.callback(metric.reset)\n",
+        "                pass\n",
         (f"{UNIT}/training/test_evaluate.py", "-k", "failed"),
     ),
     Mutant(
@@ -190,8 +190,8 @@ VALUES = [
     Mutant(
         "an epoch begins with no sums of the one before",
         "training/log.py",
-        "        self.meters.reset()\n        self.logged.reset()\n",
-        "        self.logged.reset()\n",
+        "            scope.callback(meters.reset)\n",
+        "            pass\n",
         (f"{UNIT}/training/test_evaluate.py", f"{UNIT}/training/test_against_plain_torch.py"),
     ),
     Mutant(
