@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from typing import Any
 
 import numpy as np
 from sklearn.datasets import load_digits
@@ -41,7 +42,7 @@ NOISES = {
 def ended(differences: np.ndarray, practical: float = 0.0) -> tuple[int, int]:
     """Return after how many seeds the runs end, and the sign of the verdict."""
     for count in range(1, LOOKS + 1):
-        low, high = interval(differences[:count], LOOKS, LEVEL)
+        low, high = interval(differences[:count].tolist(), LOOKS, LEVEL)
         if -practical < low <= high < practical:
             return count, 0
         if low > 0 or high < 0:
@@ -52,8 +53,9 @@ def ended(differences: np.ndarray, practical: float = 0.0) -> tuple[int, int]:
 def simulated(noise: str, times: int) -> str:
     """Return a line on many times 40 pairs with this noise."""
     numbers = np.random.default_rng(1)
-    nulls, real = [], {effect: [] for effect in EFFECTS}
-    fixed = {effect: [] for effect in EFFECTS}
+    nulls: list[tuple[int, int]] = []
+    real: dict[float, list[tuple[int, int]]] = {effect: [] for effect in EFFECTS}
+    fixed: dict[float, list[np.ndarray]] = {effect: [] for effect in EFFECTS}
     spread = float((NOISES[noise](numbers, 10**5) - NOISES[noise](numbers, 10**5)).std())
     for _ in range(times):
         pairs = NOISES[noise](numbers, (2, 40, LOOKS + 40))
@@ -101,7 +103,7 @@ def build(width: int = 64, rate: float = 0.005) -> fitkit.Model:
 
 def trained() -> None:
     """Print what real trainings on digits come to."""
-    options = {
+    options: dict[str, Any] = {
         "metric": "val_accuracy", "epochs": 5, "batch_size": 64, "validation_split": 0.25,
         "verbose": 0,
     }  # fmt: skip

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from sklearn.datasets import load_digits
@@ -35,7 +37,7 @@ def main() -> int:
     x, y = load_digits(return_X_y=True)
     x = (x / 16).astype("float32")  # (N, 64)
     mixed = np.ascontiguousarray(x[:, np.random.default_rng(0).permutation(64)])
-    pairs = {
+    pairs: dict[str, dict[str, Callable[[], Any]]] = {
         "Four times as wide": {"16 units": lambda: build(16), "64 units": lambda: build(64)},
         "Pixels in another order": {
             "in rows": lambda: build(64),
