@@ -68,7 +68,9 @@ def simulated(noise: str, times: int) -> str:
     wrong = np.mean([sign != 0 for _, sign in nulls])
     found = [one for effect in EFFECTS for one in real[effect]]
     power, seeds = np.mean([sign > 0 for _, sign in found]), np.mean([n for n, _ in found])
-    needed = fixed_seeds(np.concatenate([np.array(fixed[effect]) for effect in EFFECTS]), power)
+    needed = fixed_seeds(
+        np.concatenate([np.array(fixed[effect]) for effect in EFFECTS]), float(power)
+    )
     return (
         f"{noise:12} false verdicts {100 * wrong:4.1f} %   power {100 * power:5.1f} %   seeds "
         f"{seeds:4.1f} of {needed} fixed = {seeds / needed:.2f}   without a difference "
