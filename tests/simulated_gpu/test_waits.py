@@ -92,7 +92,8 @@ PLACES = {
     "accelerators.py": {"move"},  # the net goes to the device
     "data/arrays.py": {"fingerprints"},  # state that state dicts leave out, before the first fit
     "losses/guards.py": {"_bounds", "suspicion"},  # the first batch's values
-    "metrics/conversions.py": {"_check_targets", "_is_between_0_and"},  # the same
+    # The same; and the bounds of later batches' labels, once where values are read.
+    "metrics/conversions.py": {"_check_targets", "_is_between_0_and", "_check_bounds"},
     "metrics/group.py": {"_plain", "loss_sums"},  # results at the end
     "metrics/sums.py": {"result", "to"},
     "extras/torchmetrics_objects.py": {"update", "to", "_counts_nothing"},  # the first batch
