@@ -583,14 +583,14 @@ class Fit:
                 f"update. Save after a batch for which (batch + 1) % {every} == 0, or use "
                 "fitkit.callbacks.ModelCheckpoint, which waits for the update."
             )
-        progress, noted = self.progress, []
+        progress = self.progress
+        noted = progress.noted if progress.steps else []  # of the epoch, before it was cut
         if progress.steps and self.running is not None:
             record = self.running.context.record
-            noted = record.joined
-        if progress.steps and not noted:
-            own = noted_by(record, self.collectives.rank)
             # Ranks that see the same data have noted the same values.
-            noted = [*progress.noted, *self.strategy.log_ranks.gather(own)]
+            noted = record.joined or [
+                *noted, *self.strategy.log_ranks.gather(noted_by(record, self.collectives.rank))
+            ]  # fmt: skip
         drawn = random_state(self.stream.generators, self._replicas)
         everyones = self.collectives.gather((*progress.began, drawn, self.draws.state()))
         history = History()

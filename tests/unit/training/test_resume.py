@@ -142,6 +142,17 @@ def test_a_file_that_was_loaded_and_saved_goes_on_as_well(tmp_path, options):
     check_resumes(tmp_path, DATA["arrays"], options, (2, 1), copies=True)
 
 
+def test_a_save_before_the_rest_of_a_cut_epoch_has_what_the_epoch_noted(tmp_path):
+    path, data = tmp_path / "cut.h5", {"x": X, "y": Y, "batch_size": 8, "epochs": 3, "verbose": 0}
+    with pytest.raises(KeyboardInterrupt):
+        model_for(OPTIONS["adam"]).fit(**data, callbacks=Cut(path, 1, 2))
+    saves = fitkit.callbacks.LambdaCallback(on_train_begin=lambda logs: one.save(path))
+    one, other = model_for(OPTIONS["adam"]), model_for(OPTIONS["adam"])
+    one.net[3].p = other.net[3].p = 0.0
+    values = one.fit(**data, resume_from=path, callbacks=saves).history["loss"]
+    assert other.fit(**data, resume_from=path).history["loss"][-2:] == values[-2:]
+
+
 def test_an_epoch_may_be_cut_twice(tmp_path):
     path, again = tmp_path / "a.h5", tmp_path / "b.h5"
     data, rest = DATA["loader"](), {"epochs": 2, "verbose": 0}
