@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from fitkit import trees
 from fitkit.errors import is_out_of_memory, warn
 from fitkit.extras.rows import rows_of
 from fitkit.model import Model
 from fitkit.seams.data import Batch, let_go
+
+Found = TypeVar("Found")
 
 
 @dataclasses.dataclass
@@ -35,7 +37,7 @@ class Cuts:
     Args:
         model: computes the batches.
         verb: what it is doing, for messages.
-        rows_of: counts the rows of a batch's data.
+        samples_of: counts the samples of a batch's data.
     """
 
     def __init__(self, model: Model, verb: str, samples_of: Callable[[Any], int]) -> None:
@@ -66,14 +68,34 @@ class Cuts:
             yield Part(Batch(data, counted, total, is_lent=True), first, end)
             first = end
 
-    def finer(self, batch: Batch, sizes: list[int], error: Exception) -> list[int]:
-        """Return the sizes of smaller parts, and free what the failed attempt held.
+    def tried(
+        self,
+        batch: Batch,
+        compute: Callable[[list[int]], Found],
+        undo: Callable[[], object] = lambda: None,
+    ) -> tuple[Found, list[int]]:
+        """Return what a batch gives, and the sizes of the parts in which it fitted.
 
-        Call it outside of the `except` clause, whose frames hold the activations.
+        Args:
+            batch: the batch.
+            compute: computes it in parts of these sizes.
+            undo: puts back what an attempt has changed that ran out of memory.
 
         Raises:
-            Exception: the error, where it isn't one of memory, or no smaller parts can be.
+            Exception: what an attempt raised, where no smaller parts can help.
         """
+        sizes = self.sizes(batch)
+        while True:
+            failed: Exception
+            try:
+                return compute(sizes), sizes
+            except Exception as error:
+                failed = error  # this clause holds its frames, and so the activations
+            sizes = self._finer(batch, sizes, failed)
+            undo()
+
+    def _finer(self, batch: Batch, sizes: list[int], error: Exception) -> list[int]:
+        """Return the sizes of smaller parts, and free what the failed attempt held."""
         if not is_out_of_memory(error) or max(sizes) < 2:
             raise error
         found = [size for whole in sizes for size in (whole - whole // 2, whole // 2) if size]

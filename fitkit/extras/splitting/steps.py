@@ -33,18 +33,13 @@ class StepInParts(CompiledStep):
 
     def __call__(self, batch: Batch, index: int = 0, *, is_part: bool = False) -> Outcome:
         """Return what the net and the loss give for a batch."""
-        sizes = self._cuts.sizes(batch)
-        while True:
-            failed: Exception
-            found: list[Outcome] = []
-            try:
-                for part in self._cuts.parts_of(batch, sizes):
-                    found.append(super().__call__(part.batch, index, is_part=is_part))
-                break
-            except Exception as error:
-                failed = error
-            found.clear()
-            sizes = self._cuts.finer(batch, sizes, failed)
+        whole = super().__call__
+
+        def compute(sizes: list[int]) -> list[Outcome]:
+            parts = self._cuts.parts_of(batch, sizes)
+            return [whole(part.batch, index, is_part=is_part) for part in parts]
+
+        found, sizes = self._cuts.tried(batch, compute)
         self._cuts.keep(batch, sizes)
         return found[0] if len(found) == 1 else joined(found, sizes)
 

@@ -54,22 +54,20 @@ class UpdateInParts(Update):
         random = random_numbers(self._device, all_libraries=self._logs is not None)
         self._kept_buffers.note()
         self._at_begin, self._recorded = copy_of(self._group), 0
-        sizes = self.cuts.sizes(batch)
+
+        def compute(sizes: list[int]) -> Outcome:
+            with self._around_step() if self.accumulate > 1 else nullcontext():
+                return self._computed(batch, index, record, sizes, **optimizer)
+
+        def undo() -> None:
+            random()
+            self._kept_buffers.restore()
+            self._group = copy_of(self._at_begin)
+            for parameter in self._averaged:
+                parameter.grad = None
+
         try:
-            while True:
-                failed: Exception
-                try:
-                    with self._around_step() if self.accumulate > 1 else nullcontext():
-                        outcome = self._computed(batch, index, record, sizes, **optimizer)
-                    break
-                except Exception as error:
-                    failed = error
-                sizes = self.cuts.finer(batch, sizes, failed)
-                random()
-                self._kept_buffers.restore()
-                self._group = copy_of(self._at_begin)
-                for parameter in self._averaged:
-                    parameter.grad = None
+            outcome, sizes = self.cuts.tried(batch, compute, undo)
         except BaseException:
             if earlier is not None:
                 earlier.put_back()
