@@ -35,15 +35,17 @@ class Pulse:
     Attributes:
         verb: what was called, such as `"fit"`.
         thread: the id of the thread that called it.
+        alone: whether no other rank takes part. Ranks watch each other.
         number: of the call in this process.
         stage: of the pass that runs now or ran last, such as `"validation"`.
         epoch: from 0; None outside of `fit`.
     """
 
-    __slots__ = ("_first", "_left", "epoch", "number", "stage", "thread", "verb")
+    __slots__ = ("_first", "_left", "alone", "epoch", "number", "stage", "thread", "verb")
 
-    def __init__(self, verb: str) -> None:
+    def __init__(self, verb: str, *, alone: bool) -> None:
         self.verb: str = verb
+        self.alone: bool = alone
         self.thread: int = threading.get_ident()
         self.number: int = next(_numbers)
         self.stage: str = ""
@@ -76,15 +78,21 @@ def pulses(thread: int) -> list[Pulse]:
     return [pulse for pulse in list(_running) if pulse.thread == thread]
 
 
-def threads() -> set[int]:
-    """Return the ids of the threads in which calls run."""
-    return {pulse.thread for pulse in list(_running)}
+def lone_threads() -> set[int]:
+    """Return the ids of the threads in which calls run, without those of several ranks."""
+    calls = list(_running)
+    return {call.thread for call in calls} - {call.thread for call in calls if not call.alone}
 
 
 @contextlib.contextmanager
-def running(verb: str) -> Iterator[Pulse]:
-    """Note a call for the length of a block."""
-    pulse = Pulse(verb)
+def running(verb: str, *, alone: bool) -> Iterator[Pulse]:
+    """Note a call for the length of a block.
+
+    Args:
+        verb: what is called.
+        alone: whether no other rank takes part.
+    """
+    pulse = Pulse(verb, alone=alone)
     _running.append(pulse)
     try:
         yield pulse

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from fitkit.printing import say
-from fitkit.pulse import ABOUT, Stillness, silence_s, threads
+from fitkit.pulse import ABOUT, Stillness, lone_threads, silence_s
 
 LOOKS = 4
 """So often within the seconds of silence the calls are looked at."""
@@ -17,7 +17,8 @@ _watching: tuple[threading.Thread, float] | None = None
 def watch_calls() -> None:
     """Have the running calls watched, which `pulse.running` notes.
 
-    One thread watches all calls. It ends by itself at its next look after the last one's end.
+    One thread watches all calls, except those in which other ranks take part: these ask each other
+    (`distributed/launchers/asking.py`). It ends by itself at its next look after the last one's end.
 
     Raises:
         ConfigurationError: `FITKIT_SILENCE` isn't a number of seconds.
@@ -40,15 +41,15 @@ def _watch(quiet_s: float) -> None:
     own, pause = (threading.current_thread(), quiet_s), threading.Event()
     looks: dict[int, tuple[Stillness, float]] = {}
     while _watching == own:
-        running = threads()
+        running = lone_threads()
         if not running:
             _watching = None  # from here on a new call has its own
-            if not (running := threads()):
+            if not (running := lone_threads()):
                 return
             _watching = own  # one began meanwhile
         looks = {thread: looks.get(thread) or (Stillness(thread), quiet_s) for thread in running}
         pause.wait(quiet_s / LOOKS)
-        for thread in threads() & looks.keys():
+        for thread in lone_threads() & looks.keys():
             still, due_s = looks[thread]
             seconds = still.look()
             if seconds < quiet_s * ABOUT:

@@ -60,8 +60,9 @@ def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Ite
         stack.enter_context(current(compilation.strategy.device))
         if not verb.endswith("_on_batch"):  # those read no data
             stack.enter_context(FORK.held(Begun))
-            stack.enter_context(running(verb))
-            if compilation.strategy.world.size == 1 and not in_own_group():
+            alone = compilation.strategy.world.size == 1 and not in_own_group()
+            stack.enter_context(running(verb, alone=alone))
+            if alone:
                 watch_calls()
         if verb == "fit":  # train_on_batch does this itself
             stack.enter_context(unchanged_on_error(model))

@@ -137,7 +137,7 @@ def test_exchanges_broken_on_all_ranks_are_shown_with_every_ranks_place(errors, 
 
 def test_ranks_that_do_not_move_are_shown_at_once_and_less_often_later(capsys):
     def act(rank, own):
-        with running("fit"):
+        with running("fit", alone=False):
             heard(iter(()), "training", epoch=1)
             time.sleep(2)  # here both are
 
@@ -150,7 +150,7 @@ def test_ranks_that_do_not_move_are_shown_at_once_and_less_often_later(capsys):
 
 def test_nothing_is_shown_while_a_rank_moves_or_where_that_is_switched_off(capsys):
     def act(rank, own):
-        with running("fit"):
+        with running("fit", alone=False):
             for _ in heard(iter(range(20)), "training", epoch=0):
                 time.sleep(0.1 if rank else 0.0)
             time.sleep(0.0 if rank else 2.0)
