@@ -70,13 +70,13 @@ def indices_of_pass(run: Any, number: int) -> list[Any] | None:
 
 def _replayed(run: Any, number: int, place: int) -> Iterator[torch.Tensor | None]:
     """Yield the indices of a pass's batches from `place` on; None for one that can't be known."""
-    source = _numbered(run.source.whole)
+    source = _numbered(run.data.source.whole)
     (began,) = run.progress.began
     if source is None or began is None:
         return
     mine = rank_source(run.model, source, training=True, samples_of=samples_of)
-    generators = run.source.generators
-    numbers = run.source.order_numbers
+    generators = run.data.source.generators
+    numbers = run.data.source.order_numbers
     with kept_random_numbers(generators), nullcontext() if numbers is None else numbers.kept():
         set_random_state(began, generators)
         if numbers is not None:
@@ -189,7 +189,7 @@ def first_bad_of(run: Any, indices: list[int] | None = None) -> str | None:
         indices: of the samples that are looked at, which a data set reads once more. None for all,
             where they are in memory.
     """
-    whole = run.source.whole
+    whole = run.data.source.whole
     if isinstance(whole, ArraySource):
         if indices is None:
             return first_bad(whole.batch)

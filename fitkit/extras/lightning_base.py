@@ -79,7 +79,7 @@ class ServedModel(Model):
     def batches_of_epoch(self) -> int | None:
         """The training batches of an epoch on this rank; None if unknown."""
         if self.run is not None:
-            steps: int | None = self.run.stream.steps
+            steps: int | None = self.run.data.stream.steps
             return steps
         if (given := self.call.get("steps_per_epoch")) is not None:
             return int(given)

@@ -484,7 +484,7 @@ class Trainer(Unknown):
     def train_dataloader(self) -> Any:
         """What `fit` trains on, as it was given; of a worker, its copy."""
         run = self.model_now.run
-        return self.model_now.call.get("x", None if run is None else _loader_of(run.source))
+        return self.model_now.call.get("x", None if run is None else _loader_of(run.data.source))
 
     @property
     def val_dataloaders(self) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -16,8 +16,7 @@ from fitkit.callbacks.callback_list import report_error
 from fitkit.callbacks.monitor import why_none
 from fitkit.callbacks.progress import with_built_in
 from fitkit.compilation import Compilation
-from fitkit.data.batches import Batch, Source, Stream
-from fitkit.data.draws import DataDraws, draws_of_fit
+from fitkit.data.batches import Batch, Source
 from fitkit.distributed.collectives import Collectives
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ConfigurationError, warn
@@ -27,29 +26,28 @@ from fitkit.module import Module
 from fitkit.optimizers import warn_of_flags
 from fitkit.printing import say
 from fitkit.progress import Progress
-from fitkit.pulse import heard
-from fitkit.random_states import kept_random_numbers, random_state, set_random_state
+from fitkit.random_states import kept_random_numbers
 from fitkit.scopes import Scope
 from fitkit.training import unsaved
 from fitkit.training.batch_changes import BatchChanges, batch_transforms_of
 from fitkit.training.compiler import Updates, compiler_of
-from fitkit.training.data_wait import DataWait
 from fitkit.training.epoch_lengths import EpochLengths
+from fitkit.training.fit_data import FitData
 from fitkit.training.log import LazyLogs, Logbook, noted_by, reduced, warn_of_empty
 from fitkit.training.net_call import forward_of
 from fitkit.training.own_step import OwnStep
 from fitkit.training.passes import TRAINING, Pass, users_look
 from fitkit.training.rates import Rates
-from fitkit.training.resume import check_data, facts_of, give_states, states_of
+from fitkit.training.resume import give_states, states_of
 from fitkit.training.settings import FitArguments
 from fitkit.training.snapshot import contents, weights_of
 from fitkit.training.step_context import StepContext, Waiting, as_current
 from fitkit.training.step_for import Step, new_pass, step_for
 from fitkit.training.stopping import Stopping
-from fitkit.training.surroundings import rank_source, surroundings
+from fitkit.training.surroundings import surroundings
 from fitkit.training.update import Learning, backward_of, updates_for
 from fitkit.training.validation_names import validation_name
-from fitkit.training.validations import Plan, Validations, plan_for
+from fitkit.training.validations import Validations
 from fitkit.training.where import say_where
 from fitkit.typing import PlainData, Values
 
@@ -68,9 +66,9 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
             arguments.callback_list, arguments.verbose, *run.built_in_callbacks()
         )
         model.history, model.stop_training = run.history, False
-        model._fitkit.batch_size = run.source.batch_size
+        model._fitkit.batch_size = run.data.source.batch_size
         if chosen_verbose(arguments.verbose) != 0:
-            say_where(strategy, run.source.batch_size, run.accumulate)
+            say_where(strategy, run.data.source.batch_size, run.accumulate)
         with callbacks.running(model, run.params()):
             try:
                 run.all_epochs(callbacks)
@@ -103,30 +101,11 @@ class Fit:
         self.strategy: Strategy = compilation.strategy
         self.collectives: Collectives = self.strategy.collectives
         compilation.trained(model).place(self.strategy, for_training=True)
-        shares = self.strategy.data_ranks.world_size
-        per_epoch = arguments.steps_per_epoch
-        first, resumed = arguments.initial_epoch, arguments.resumed
-        self.draws: DataDraws = draws_of_fit(resumed, self.collectives)
-        arguments.source.draws = self.draws
-        for name, source in arguments.held_out.items():
-            source.draws = self.draws.within("validation", name)
-        self.source: Source = rank_source(
-            model,
-            arguments.source,
-            training=True,
-            steps=None if per_epoch is None else per_epoch * shares,
-        )
+        self.data: FitData = FitData(model, arguments)
         self.validations: Validations = Validations(model, arguments)
         self.held_out: dict[str, Source] = self.validations.sources
         self.running: Pass | None = None  # the epoch's; None between epochs
         self.latest: Pass | None = None  # the same, or the last epoch's
-        self._place: Progress = Progress(epoch=first, number=first, shares=shares)
-        if resumed is not None:
-            self._place = resumed.for_rank(self.collectives.rank, shares)
-        self.draws.go_on(self._place)
-        self.stream: Stream = Stream(self.source, self.progress, arguments.steps_per_epoch)
-        if resumed is not None:
-            self._continue_in_data(resumed)
         self.logs: Values | None = None  # of the last epoch, until the next one begins
         self.accumulate: int = arguments.accumulate or compilation.given.accumulate_grad_batches
         # The batches between two calls of the batch hooks.
@@ -138,7 +117,7 @@ class Fit:
         if self.progress.validated is not None:
             self.validated_names.update(self.progress.validated["values"])
         self.doubts: list[str] = []
-        self.plan: Plan = plan_for(arguments, self.stream.steps, self.collectives)
+        self.validations.plan_for(self.data.stream.steps)
         model._fit_begins(self)
         # Create the optimizers after the module is on its device.
         self.optimizers: list[Optimizer] = model._made_optimizers()
@@ -148,26 +127,27 @@ class Fit:
         self.strategy.begin_engine(model, self.optimizers)
         self.step: Step
         changes_batches = bool(compilation.given.batch_transforms)  # and so perhaps the targets
-        held = (self.source, *self.held_out.values())
+        held = (self.data.source, *self.held_out.values())
         self.step = step_for(
             model,
             "training",
             class_weights=arguments.weights_by_class,
             all_targets=None if changes_batches else [source.target for source in held],
-            source=self.source,
+            source=self.data.source,
         )
         if arguments.weights_by_class is not None and not changes_batches:
-            arguments.weights_by_class.expect(self.source.target, self.collectives.rank)
+            arguments.weights_by_class.expect(self.data.source.target, self.collectives.rank)
         self.batch_transforms: BatchChanges | None = batch_transforms_of(
             model, self.step, self.callbacks
         )
-        if self.batch_transforms is not None and resumed is not None:
-            before = resumed.data.get(BEFORE)
+        if self.batch_transforms is not None and arguments.resumed is not None:
+            before = arguments.resumed.data.get(BEFORE)
             self.batch_transforms.first = self.batch_transforms.first if before is None else before
-        self.step.mover.bring_whole(self.source)
-        whole, steps = arguments.source, self.stream.steps
-        lengths = EpochLengths(self.callbacks, whole, steps, self.accumulate, shares)
-        before = lengths.updates_after(first, self.progress.steps)
+        self.step.mover.bring_whole(self.data.source)
+        whole, steps = arguments.source, self.data.stream.steps
+        place = self.data.place
+        lengths = EpochLengths(self.callbacks, whole, steps, self.accumulate, place.shares)
+        before = lengths.updates_after(arguments.initial_epoch, place.steps)
         updates = lengths.updates(arguments.batch_size)
         self.rates: Rates = Rates(model, arguments, scope, updates, before)
         self.update: Updates = updates_for(
@@ -184,39 +164,20 @@ class Fit:
         self.requires_grad: list[bool] = self._learning()
         self.in_evaluation: list[torch.nn.Module] = []  # submodules that stay in evaluation mode
         self.history: History = History()
-        self.data_wait: DataWait = DataWait(self.strategy.device, self.source)
         self.has_warned_of_non_finite: bool = False
         self.has_warned_of_empty: bool = False
 
-    def _continue_in_data(self, resumed: Progress) -> None:
-        """Continue in the data where a training was interrupted."""
-        ranks = self.collectives.world_size
-        if len(resumed.random) != ranks:
-            warn(
-                f"Training continues with {ranks} ranks instead of {len(resumed.random)}. Each "
-                "remaining sample of the epoch is used once, but in other batches than before."
-            )
-        check_data(self.source, resumed)
-        if resumed.seed is not None and hasattr(self.source.whole, "seed"):
-            self.source.whole.seed = resumed.seed
-        self.stream.take_loader_state(resumed.loader)
-
-    def _cut_data(self, epoch: int) -> None:
-        """Cut the data into batches of the size that a callback gives an epoch.
+    def _follow_size(self) -> None:
+        """Let everything know that the batches have another size.
 
         Ranks:
             Collective.
         """
-        size = self.arguments.batch_size_in(epoch)
-        if size is None or size == self.source.batch_size:
-            return
-        self.arguments.source.cut_into(size)
-        self.source = rank_source(self.model, self.arguments.source, training=True)
-        self.stream = Stream(self.source, self.progress)
-        self.plan = plan_for(self.arguments, self.stream.steps, self.collectives)
+        size, steps = self.data.source.batch_size, self.data.stream.steps
+        self.validations.plan_for(steps)
         self.model._fitkit.batch_size = size
         # The callbacks share this dict.
-        self.history.params.update(steps=self.stream.steps, batch_size=size)
+        self.history.params.update(steps=steps, batch_size=size)
 
     def all_epochs(self, callbacks: CallbackList) -> None:
         """Train for all epochs, between the first and the last hook."""
@@ -315,7 +276,7 @@ class Fit:
             made.run(batches, partial(self._ends, epoch, callbacks))
             if made.empty and made.empty == made.done:
                 raise ConfigurationError(f"x is empty: all {made.empty} batches have 0 samples.")
-            if self._ran_out(epoch, made.done):
+            if self.data.ran_out(epoch, made.done):
                 return last
             if made.done == done:
                 self._check_on_peeked_batch()
@@ -327,10 +288,7 @@ class Fit:
 
     def _batches(self, epoch: int, done: int) -> Iterator[Batch]:
         """Return an epoch's batches, but those that are done, on their way to the device."""
-        read = self.stream.epoch(done)
-        if epoch == self.arguments.initial_epoch:
-            read = self.data_wait.timed(read)
-        read = heard(read, "training", epoch, done)
+        read = self.data.batches(epoch, done)
         batches = self.step.mover.bring_each(self.step.looking(read))
         if self.batch_transforms is not None:
             batches = self.batch_transforms.each(batches, done)
@@ -341,7 +299,9 @@ class Fit:
         stopping = self.stopping
         if stopping.agreed() if stopping.asks else self.model.stop_training:
             return True
-        return self.plan.interval is not None and self._validate_if_due(epoch, callbacks)
+        return self.validations.plan.interval is not None and self._validate_if_due(
+            epoch, callbacks
+        )
 
     def _new_pass(self, scope: Scope) -> StepContext:
         """Return a pass of the training's step."""
@@ -354,12 +314,13 @@ class Fit:
         model, state = self.model, self.model._fitkit.fit_state
         self.in_evaluation = to_training(model, self.in_evaluation)
         model.current_epoch = epoch
-        self._cut_data(epoch)
+        if self.data.cut_for(epoch):
+            self._follow_size()
         done = self.progress.steps
         context = self._new_pass(scope)
         if not done:
             context.waiting += early
-            self._restore_random_state()
+            self.data.restore_random_state()
         early.clear()
         self.running = self.latest = made = self._pass_of(context, epoch, callbacks, done)
         # These hooks ran before an interruption. What they log, draw and set now goes nowhere.
@@ -370,7 +331,7 @@ class Fit:
             self.follow_freezing()
         state.train(state.stored_weights if done else None)
         if done:
-            self._restore_random_state()
+            self.data.restore_random_state()
         return made
 
     def _pass_of(
@@ -378,7 +339,7 @@ class Fit:
     ) -> Pass:
         """Return an epoch's pass."""
         record, learn, after_first = context.record, self.stopping.watched(self.update), None
-        if epoch == self.arguments.initial_epoch:
+        if epoch == self.arguments.initial_epoch and self.collectives.world_size > 1:
             after_first = partial(self.strategy.after_first_batch, self.model, self.optimizers)
         return Pass(
             TRAINING,
@@ -388,7 +349,7 @@ class Fit:
             lambda index: LazyLogs(record.results, record.loss.last, record.loss.last_count),
             group=self.group_size,
             done=done,
-            looks=self.plan.interval is not None
+            looks=self.validations.plan.interval is not None
             or self.stopping.asks
             or users_look(callbacks, TRAINING),
         )
@@ -425,7 +386,7 @@ class Fit:
         self.rates.after_epoch(epoch, values, self.seen_values)
         self.logs = values
         place, self.running = self.progress, None
-        place.end_epoch(ends_pass=self.arguments.steps_per_epoch is None)
+        place.end_epoch(ends_pass=self.data.passes_are_epochs)
         with as_current(self.model, context):
             ended = callbacks.hooks("on_epoch_end")
             context.call_at_end(ended, values, self.strategy.data_ranks, epoch, values)
@@ -449,8 +410,8 @@ class Fit:
 
     def _tell_wait(self) -> None:
         """Note how long the first epoch waited for data; say it, on rank 0, if that was long."""
-        self.history.params["data_wait"] = self.data_wait.share  # callbacks share this dict
-        line = self.data_wait.line()
+        self.history.params["data_wait"] = self.data.wait.share  # callbacks share this dict
+        line = self.data.wait.line()
         is_silent = self.collectives.rank or chosen_verbose(self.arguments.verbose) == 0
         if line is not None and not is_silent:
             say(line)
@@ -460,9 +421,9 @@ class Fit:
         step = self.step
         if isinstance(step, OwnStep) or step.seen is not None:
             return
-        batch = self.stream.peek()
+        batch = self.data.stream.peek()
         if all(there for there in self.collectives.gather(batch is not None)):
-            kept = kept_random_numbers(self.stream.generators)
+            kept = kept_random_numbers(self.data.stream.generators)
             with kept, modes_restored(self.model), torch.no_grad():
                 self.model.eval()
                 wrapped = self.compilation.strategy.wrap_for_evaluation(self.model)
@@ -485,18 +446,6 @@ class Fit:
         trained = self.compilation.trained(self.model)
         return [parameter.requires_grad for parameter in trained.parameters()]
 
-    def _ran_out(self, epoch: int, batches: int) -> bool:
-        """Return whether an epoch got no batches; if it got too few, warn and end training."""
-        asked = self.arguments.steps_per_epoch
-        if batches >= (asked or 1) or (self.model.stop_training and batches > 0):
-            return False
-        if batches == 0 and epoch == self.arguments.initial_epoch:
-            raise ConfigurationError("x is empty: it gave no batches.")
-        wanted = f" of the {asked} that steps_per_epoch asks for" if asked else ""
-        warn(f"x ended in epoch {epoch + 1} after {batches} batches{wanted}; training ends here.")
-        self.model.stop_training = True
-        return batches == 0
-
     def _validate_if_due(self, epoch: int, callbacks: CallbackList) -> bool:
         """Validate within an epoch where that is due; return whether training stops.
 
@@ -504,7 +453,7 @@ class Fit:
         """
         steps, validated = self.progress.steps, self.progress.validated
         last = 0 if validated is None else validated["steps"]
-        if not (self.plan.is_due(steps, last) and self.is_between_updates):
+        if not (self.validations.plan.is_due(steps, last) and self.is_between_updates):
             return False
         values = self._validate(callbacks, epoch)
         updates = self.model._fitkit.fit_state.updates
@@ -516,7 +465,7 @@ class Fit:
     def _validate(self, callbacks: CallbackList, epoch: int) -> Values:
         """Evaluate the validation data; return the values by their names in an epoch's logs."""
         values = self.validations.values(callbacks, self.history)
-        if self.plan.interval is not None:
+        if self.validations.plan.interval is not None:
             entry = {"epoch": epoch, "batches": self.progress.steps, **values}
             self.history.validations.append(entry)
         return values
@@ -542,11 +491,11 @@ class Fit:
     @property
     def progress(self) -> Progress:
         """Where the training is: after the last batch of the pass that runs."""
+        place = self.data.place
         if self.running is not None:
             # With steps_per_epoch, the stream counts the batches of its passes.
-            ends_pass = self.arguments.steps_per_epoch is None
-            self._place.go_on(self.running.done, counts=ends_pass)
-        return self._place
+            place.go_on(self.running.done, counts=self.data.passes_are_epochs)
+        return place
 
     @property
     def callbacks(self) -> list[Callback]:
@@ -591,41 +540,23 @@ class Fit:
             noted = record.joined or [
                 *noted, *self.strategy.log_ranks.gather(noted_by(record, self.collectives.rank))
             ]  # fmt: skip
-        drawn = random_state(self.stream.generators, self._replicas)
-        everyones = self.collectives.gather((*progress.began, drawn, self.draws.state()))
         history = History()
         history.load_state_dict(self.history.state_dict())
         if self.logs is not None and progress.epoch - 1 not in history.epoch:
             # The history is updated after the callbacks, one of which may be saving now.
             history.on_epoch_end(progress.epoch - 1, self.logs)
-        begins_pass = self.logs is not None and self.arguments.steps_per_epoch is None
-        return dataclasses.replace(
+        begins_pass = self.logs is not None and self.data.passes_are_epochs
+        saved = dataclasses.replace(
             progress,
-            began=[began for began, _, _ in everyones],
             noted=noted,
-            random=[random for _, random, _ in everyones],
-            orders=[orders for _, _, orders in everyones],
-            seed=getattr(self.source.whole, "seed", None),
-            loader=self.stream.loader_state(ends_pass=begins_pass),
             history=history.state_dict(),
             warm_up=self.rates.state(),
             callbacks=states_of(self.callbacks),
-            data={**facts_of(self.source), **self._facts_of_draws()},
+            **self.data.saved(ends_pass=begins_pass),
         )
-
-    def _facts_of_draws(self) -> PlainData:
-        return {} if self.batch_transforms is None else {BEFORE: self.batch_transforms.first}
-
-    def _restore_random_state(self) -> None:
-        """Restore this rank's random state of the checkpoint, once."""
-        for state in self.progress.random:
-            set_random_state(state, self.stream.generators, self._replicas)
-        self.progress.random = []
-
-    @property
-    def _replicas(self) -> Sequence[torch.device] | None:
-        """The devices of a process that computes on several; None for the rank's own."""
-        return self.strategy.devices if self.strategy.replicas > 1 else None
+        if self.batch_transforms is not None:
+            saved.data[BEFORE] = self.batch_transforms.first
+        return saved
 
     def contents(
         self, *, spread: bool = False, trainable_only: bool = False
@@ -654,9 +585,9 @@ class Fit:
             "stage": "fit",
             "epochs": arguments.epochs,
             "initial_epoch": arguments.initial_epoch,
-            "steps": self.stream.steps,
-            "samples": self.source.samples,
-            "batch_size": self.source.batch_size,
+            "steps": self.data.stream.steps,
+            "samples": self.data.source.samples,
+            "batch_size": self.data.source.batch_size,
             "steps_per_execution": self.group_size,
             "validation": bool(self.held_out),
             "validation_sets": [name for name in self.held_out if name],

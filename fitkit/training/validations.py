@@ -9,7 +9,6 @@ from fitkit.callbacks import CallbackList
 from fitkit.callbacks.history import History
 from fitkit.data.batches import Source
 from fitkit.data.sources import set_label
-from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ConfigurationError
 from fitkit.module import Module
 from fitkit.training.evaluate import evaluate_source
@@ -45,23 +44,6 @@ class Plan:
         return steps // self.interval > last // self.interval
 
 
-def plan_for(arguments: FitArguments, steps: int | None, ranks: Collectives) -> Plan:
-    """Return where validations within epochs are due.
-
-    Args:
-        steps: of an epoch on this rank; None if unknown.
-
-    Ranks:
-        Collective.
-    """
-    if not (arguments.held_out and arguments.validates_within_epochs):
-        return Plan(steps)
-    # Loaders that shard themselves may differ in length. The longest sets the steps.
-    everyones = ranks.gather(steps)
-    longest = None if None in everyones else max(everyones)
-    return Plan(longest, arguments.batches_between_validations(longest))
-
-
 class Validations:
     """Evaluates a fit's validation sets.
 
@@ -72,16 +54,35 @@ class Validations:
     Attributes:
         sources: this rank's share of the sets, by name.
         names: the names of their values, once known.
+        plan: where they are due, once `plan_for` has been called.
     """
 
     def __init__(self, model: Module, arguments: FitArguments) -> None:
-        self._model, self._steps_of_set = model, arguments.validation_steps
+        self._model, self._arguments = model, arguments
         self.sources: dict[str, Source] = {
             name: rank_source(model, source, training=False, steps=arguments.validation_steps)
             for name, source in arguments.held_out.items()
         }
         self.names: set[str] = set()
         self._steps: dict[str, Step] = {}
+        self.plan: Plan = Plan(None)
+
+    def plan_for(self, steps: int | None) -> None:
+        """Plan where they are due within epochs.
+
+        Args:
+            steps: of an epoch on this rank; None if unknown.
+
+        Ranks:
+            Collective.
+        """
+        arguments, ranks = self._arguments, self._model._fitkit.compilation.strategy.collectives
+        self.plan = Plan(steps)
+        if arguments.held_out and arguments.validates_within_epochs:
+            # Loaders that shard themselves may differ in length. The longest sets the steps.
+            everyones = ranks.gather(steps)
+            longest = None if None in everyones else max(everyones)
+            self.plan = Plan(longest, arguments.batches_between_validations(longest))
 
     def values(self, callbacks: CallbackList, history: History) -> Values:
         """Evaluate all sets; return the values by their names in an epoch's logs.
@@ -110,7 +111,7 @@ class Validations:
                 model, "validation", all_targets=[source.target], source=source, name=label
             )
             step.mover.bring_whole(source)
-        steps = self._steps_of_set
+        steps = self._arguments.validation_steps
         # The callbacks share this dict.
         history.params.update(validation_set=name, validation_steps=steps or source.steps)
         with model._after_validation():
