@@ -59,8 +59,10 @@ class Watcher(Callback):
         if not hooks_updates(model):
             return
         run = model.run
-        run.update = HookedUpdates(model, run.update, run.validations.plan.epoch_steps)
-        vars(model)["hooked_updates"] = run.update
+        run.learning.update = HookedUpdates(
+            model, run.learning.update, run.validations.plan.epoch_steps
+        )
+        vars(model)["hooked_updates"] = run.learning.update
         self.add_cleanup(vars(model).update, hooked_updates=None)
         if not model.automatic_optimization and model.hooks.has("on_before_optimizer_step"):
             for optimizer in model._fitkit.fit_state.optimizers:

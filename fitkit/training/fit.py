@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from torch.optim import Optimizer
 
 from fitkit.arguments import chosen_verbose
 from fitkit.callbacks import Callback, CallbackList, History
@@ -23,29 +22,22 @@ from fitkit.errors import ConfigurationError, warn
 from fitkit.guests import guest_of
 from fitkit.modes import kept_in_evaluation, modes_restored, to_training
 from fitkit.module import Module
-from fitkit.optimizers import warn_of_flags
 from fitkit.printing import say
 from fitkit.progress import Progress
 from fitkit.random_states import kept_random_numbers
 from fitkit.scopes import Scope
-from fitkit.training import unsaved
-from fitkit.training.batch_changes import BatchChanges, batch_transforms_of
-from fitkit.training.compiler import Updates, compiler_of
-from fitkit.training.epoch_lengths import EpochLengths
 from fitkit.training.fit_data import FitData
+from fitkit.training.fit_learning import FitLearning
 from fitkit.training.log import LazyLogs, Logbook, noted_by, reduced, warn_of_empty
 from fitkit.training.net_call import forward_of
 from fitkit.training.own_step import OwnStep
 from fitkit.training.passes import TRAINING, Pass, users_look
-from fitkit.training.rates import Rates
 from fitkit.training.resume import give_states, states_of
 from fitkit.training.settings import FitArguments
 from fitkit.training.snapshot import contents, weights_of
 from fitkit.training.step_context import StepContext, Waiting, as_current
-from fitkit.training.step_for import Step, new_pass, step_for
 from fitkit.training.stopping import Stopping
 from fitkit.training.surroundings import surroundings
-from fitkit.training.update import Learning, backward_of, updates_for
 from fitkit.training.validation_names import validation_name
 from fitkit.training.validations import Validations
 from fitkit.training.where import say_where
@@ -61,26 +53,23 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
         scope.enter_context(strategy.during_training())
         scope.callback(setattr, state, "run", state.run)
         run = Fit(model, arguments, scope)
-        scope.callback(model.untoggle_optimizer, run.optimizers[0])
+        scope.callback(model.untoggle_optimizer, run.learning.optimizers[0])
         callbacks = with_built_in(
             arguments.callback_list, arguments.verbose, *run.built_in_callbacks()
         )
         model.history, model.stop_training = run.history, False
         model._fitkit.batch_size = run.data.source.batch_size
         if chosen_verbose(arguments.verbose) != 0:
-            say_where(strategy, run.data.source.batch_size, run.accumulate)
+            say_where(strategy, run.data.source.batch_size, run.learning.accumulate)
         with callbacks.running(model, run.params()):
             try:
                 run.all_epochs(callbacks)
             except BaseException as error:
-                run.update.flush()  # use the batches before the error, as single steps would
+                # Use the batches before the error, as single steps would.
+                run.learning.update.flush()
                 report_error(error, callbacks)
                 raise
     return run.history
-
-
-BEFORE = "updates before"
-"""The name in a checkpoint of the updates before the training, by which batch transforms draw."""
 
 
 class Fit:
@@ -107,11 +96,6 @@ class Fit:
         self.running: Pass | None = None  # the epoch's; None between epochs
         self.latest: Pass | None = None  # the same, or the last epoch's
         self.logs: Values | None = None  # of the last epoch, until the next one begins
-        self.accumulate: int = arguments.accumulate or compilation.given.accumulate_grad_batches
-        # The batches between two calls of the batch hooks.
-        self.group_size: int = arguments.callback_list.batches_between_hooks(
-            compilation.given.steps_per_execution
-        )
         self.seen_values: Values = {}
         self.validated_names: set[str] = self.validations.names
         if self.progress.validated is not None:
@@ -119,49 +103,9 @@ class Fit:
         self.doubts: list[str] = []
         self.validations.plan_for(self.data.stream.steps)
         model._fit_begins(self)
-        # Create the optimizers after the module is on its device.
-        self.optimizers: list[Optimizer] = model._made_optimizers()
         self.stopping: Stopping = Stopping(model, self.collectives, self.callbacks)
-        unsaved.note(model)
-        warn_of_flags(model)
-        self.strategy.begin_engine(model, self.optimizers)
-        self.step: Step
-        changes_batches = bool(compilation.given.batch_transforms)  # and so perhaps the targets
-        held = (self.data.source, *self.held_out.values())
-        self.step = step_for(
-            model,
-            "training",
-            class_weights=arguments.weights_by_class,
-            all_targets=None if changes_batches else [source.target for source in held],
-            source=self.data.source,
-        )
-        if arguments.weights_by_class is not None and not changes_batches:
-            arguments.weights_by_class.expect(self.data.source.target, self.collectives.rank)
-        self.batch_transforms: BatchChanges | None = batch_transforms_of(
-            model, self.step, self.callbacks
-        )
-        if self.batch_transforms is not None and arguments.resumed is not None:
-            before = arguments.resumed.data.get(BEFORE)
-            self.batch_transforms.first = self.batch_transforms.first if before is None else before
-        self.step.mover.bring_whole(self.data.source)
-        whole, steps = arguments.source, self.data.stream.steps
-        place = self.data.place
-        lengths = EpochLengths(self.callbacks, whole, steps, self.accumulate, place.shares)
-        before = lengths.updates_after(arguments.initial_epoch, place.steps)
-        updates = lengths.updates(arguments.batch_size)
-        self.rates: Rates = Rates(model, arguments, scope, updates, before)
-        self.update: Updates = updates_for(
-            model, self.step, accumulate=self.accumulate, rates=self.rates
-        )
-        self._backward = backward_of(self.update)
-        if (compiler := compiler_of(model)) is not None:
-            self.update = compiler.updates(
-                model,
-                self.update,
-                joins_steps=self.group_size > 1 and not self.rates.read_steps,
-                is_announced=self.collectives.rank == 0 and chosen_verbose(arguments.verbose) != 0,
-            )
-        self.requires_grad: list[bool] = self._learning()
+        held_out = [*self.held_out.values()]
+        self.learning: FitLearning = FitLearning(model, arguments, self.data, held_out, scope)
         self.in_evaluation: list[torch.nn.Module] = []  # submodules that stay in evaluation mode
         self.history: History = History()
         self.has_warned_of_non_finite: bool = False
@@ -188,7 +132,7 @@ class Fit:
             if not kept_in_evaluation(model._weights_module()):
                 model.train()
             with Scope() as scope:
-                context = self._new_pass(scope)
+                context = self.learning.new_pass(scope)
                 with as_current(model, context):  # its logs join the first epoch's
                     callbacks.call("on_train_begin", {})
             self.warn_of_doubts()
@@ -222,7 +166,7 @@ class Fit:
         if given.out_of_memory == "split":
             from fitkit.extras.splitting import PartsReport
 
-            found.insert(0, PartsReport(self.update))
+            found.insert(0, PartsReport(self.learning.update))
         return found
 
     @contextlib.contextmanager
@@ -240,11 +184,11 @@ class Fit:
         from fitkit.extras.sync_batchnorm import synchronized
 
         guest = guest_of(self.model)
-        with synchronized(self.model) as self.step.synchronization:
+        with synchronized(self.model) as self.learning.step.synchronization:
             if guest is None:
                 yield
             else:
-                with guest.synchronized(self.step.synchronization):
+                with guest.synchronized(self.learning.step.synchronization):
                     yield
 
     def run_epoch(
@@ -267,7 +211,7 @@ class Fit:
         made = self._begin_epoch(epoch, callbacks, scope, early)
         context, done = made.context, made.done
         with as_current(self.model, context):
-            batches = self._batches(epoch, done)
+            batches = self.learning.brought(self.data.batches(epoch, done), done)
             # A hook may have ended the epoch on one rank. An interrupted one may also begin with a
             # validation, which may end it.
             stops = self.stopping.agreed()
@@ -280,19 +224,11 @@ class Fit:
                 return last
             if made.done == done:
                 self._check_on_peeked_batch()
-            self.step.call_epoch_end(context.record)
+            self.learning.step.call_epoch_end(context.record)
         values = self._values_of_epoch(epoch, callbacks, context.record, steps=made.done)
         self._end_epoch(epoch, callbacks, context, values)
         scope.close()
         return values
-
-    def _batches(self, epoch: int, done: int) -> Iterator[Batch]:
-        """Return an epoch's batches, but those that are done, on their way to the device."""
-        read = self.data.batches(epoch, done)
-        batches = self.step.mover.bring_each(self.step.looking(read))
-        if self.batch_transforms is not None:
-            batches = self.batch_transforms.each(batches, done)
-        return self.update.peekable(batches)
 
     def _ends(self, epoch: int, callbacks: CallbackList) -> bool:
         """Validate between two groups of batches, if that is due; return whether the epoch ends."""
@@ -302,10 +238,6 @@ class Fit:
         return self.validations.plan.interval is not None and self._validate_if_due(
             epoch, callbacks
         )
-
-    def _new_pass(self, scope: Scope) -> StepContext:
-        """Return a pass of the training's step."""
-        return new_pass(self.model, "training", self.step, scope, self._backward)
 
     def _begin_epoch(
         self, epoch: int, callbacks: CallbackList, scope: Scope, early: list[Waiting]
@@ -317,7 +249,7 @@ class Fit:
         if self.data.cut_for(epoch):
             self._follow_size()
         done = self.progress.steps
-        context = self._new_pass(scope)
+        context = self.learning.new_pass(scope)
         if not done:
             context.waiting += early
             self.data.restore_random_state()
@@ -325,10 +257,10 @@ class Fit:
         self.running = self.latest = made = self._pass_of(context, epoch, callbacks, done)
         # These hooks ran before an interruption. What they log, draw and set now goes nowhere.
         with state.settings_restored() if done else contextlib.nullcontext():
-            with as_current(model, self._new_pass(scope) if done else context):
+            with as_current(model, self.learning.new_pass(scope) if done else context):
                 callbacks.call("on_epoch_begin", epoch, {})
             self.logs, self.seen_values = None, {}
-            self.follow_freezing()
+            self.learning.follow_freezing()
         state.train(state.stored_weights if done else None)
         if done:
             self.data.restore_random_state()
@@ -338,16 +270,15 @@ class Fit:
         self, context: StepContext, epoch: int, callbacks: CallbackList, done: int
     ) -> Pass:
         """Return an epoch's pass."""
-        record, learn, after_first = context.record, self.stopping.watched(self.update), None
-        if epoch == self.arguments.initial_epoch and self.collectives.world_size > 1:
-            after_first = partial(self.strategy.after_first_batch, self.model, self.optimizers)
+        record, learn = context.record, self.stopping.watched(self.learning.update)
+        is_first = epoch == self.arguments.initial_epoch
         return Pass(
             TRAINING,
             context,
             callbacks,
-            Learning(self.update, learn, record, after_first),
+            self.learning.executor(learn, record, is_first=is_first),
             lambda index: LazyLogs(record.results, record.loss.last, record.loss.last_count),
-            group=self.group_size,
+            group=self.learning.group,
             done=done,
             looks=self.validations.plan.interval is not None
             or self.stopping.asks
@@ -383,7 +314,7 @@ class Fit:
         if epoch == self.arguments.initial_epoch:
             self._tell_wait()
         self._warn_of_non_finite(epoch, values)
-        self.rates.after_epoch(epoch, values, self.seen_values)
+        self.learning.rates.after_epoch(epoch, values, self.seen_values)
         self.logs = values
         place, self.running = self.progress, None
         place.end_epoch(ends_pass=self.data.passes_are_epochs)
@@ -418,7 +349,7 @@ class Fit:
 
     def _check_on_peeked_batch(self) -> None:
         """Find the metrics' names if an epoch was interrupted after its last batch."""
-        step = self.step
+        step = self.learning.step
         if isinstance(step, OwnStep) or step.seen is not None:
             return
         batch = self.data.stream.peek()
@@ -433,18 +364,7 @@ class Fit:
 
     def follow_freezing(self) -> None:
         """Wrap the module again if a callback has frozen or unfrozen parameters."""
-        requires_grad = self._learning()
-        if requires_grad != self.requires_grad:
-            self.requires_grad = requires_grad
-            if self.step.wrapped.rewrap is not None:
-                self.step.wrapped.rewrap()
-            if self.strategy.engine is not None:
-                self.strategy.engine.rewrap()
-
-    def _learning(self) -> list[bool]:
-        """Whether each parameter learns."""
-        trained = self.compilation.trained(self.model)
-        return [parameter.requires_grad for parameter in trained.parameters()]
+        self.learning.follow_freezing()
 
     def _validate_if_due(self, epoch: int, callbacks: CallbackList) -> bool:
         """Validate within an epoch where that is due; return whether training stops.
@@ -458,7 +378,7 @@ class Fit:
         values = self._validate(callbacks, epoch)
         updates = self.model._fitkit.fit_state.updates
         self.progress.validated = {"steps": steps, "updates": updates, "values": dict(values)}
-        self.rates.after_validation(epoch, values)
+        self.learning.rates.after_validation(epoch, values)
         callbacks.call("on_validation_within_epoch", steps - 1, values)
         return self.stopping.agreed()
 
@@ -505,7 +425,7 @@ class Fit:
     def warn_of_doubts(self) -> None:
         """Say once, on rank 0, which monitored values can't come."""
         params = self.params()
-        for name in self.rates.watched_at_epochs():
+        for name in self.learning.rates.watched_at_epochs():
             if (why := why_none(name, self.model, params)) is not None:
                 self.doubts.append(f"lr_scheduler monitors {name!r}, but {why}")
         if self.doubts and self.collectives.rank == 0:
@@ -514,7 +434,7 @@ class Fit:
     @property
     def is_between_updates(self) -> bool:
         """Whether no batch waits for others to complete an update, so that a save is complete."""
-        return self.update.is_between_updates
+        return self.learning.is_between_updates
 
     def checkpoint_progress(self) -> Progress:
         """Return how far the training is on all ranks, as a checkpoint stores it.
@@ -550,12 +470,11 @@ class Fit:
             progress,
             noted=noted,
             history=history.state_dict(),
-            warm_up=self.rates.state(),
+            warm_up=self.learning.rates.state(),
             callbacks=states_of(self.callbacks),
             **self.data.saved(ends_pass=begins_pass),
         )
-        if self.batch_transforms is not None:
-            saved.data[BEFORE] = self.batch_transforms.first
+        saved.data.update(self.learning.saved_data())
         return saved
 
     def contents(
@@ -588,7 +507,7 @@ class Fit:
             "steps": self.data.stream.steps,
             "samples": self.data.source.samples,
             "batch_size": self.data.source.batch_size,
-            "steps_per_execution": self.group_size,
+            "steps_per_execution": self.learning.group,
             "validation": bool(self.held_out),
             "validation_sets": [name for name in self.held_out if name],
             "validation_steps": steps,
