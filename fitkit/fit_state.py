@@ -268,8 +268,8 @@ class FitState:
         progress: where the last `fit`, or the loaded checkpoint, ended.
         stored_schedulers: a checkpoint's states for schedulers not made yet.
         stored_groups: the optimizers' settings in that checkpoint.
-        trains: whether schedule-free optimizers hold the weights that they train at, instead of
-            those for evaluation and saving.
+        has_training_weights: whether schedule-free optimizers hold the weights that they train at,
+            instead of those for evaluation and saving.
         stored_weights: each optimizer's training weights in a checkpoint made within an epoch.
         unsaved: digests of the buffers that state dicts leave out, before the first training.
     """
@@ -290,7 +290,7 @@ class FitState:
     progress: Progress | None = None
     stored_schedulers: list[PlainData] = dataclasses.field(default_factory=list)
     stored_groups: list[PlainData] = dataclasses.field(default_factory=list)
-    trains: bool = False
+    has_training_weights: bool = False
     stored_weights: list[list[torch.Tensor]] = dataclasses.field(default_factory=list)
     unsaved: dict[str, str] | None = None
 
@@ -417,7 +417,7 @@ class FitState:
             for group, settings in zip(self.groups, before, strict=True):
                 put_back(group, settings)
 
-    def train(self, weights: list[list[torch.Tensor]] | None = None) -> None:
+    def use_training_weights(self, weights: list[list[torch.Tensor]] | None = None) -> None:
         """Make schedule-free optimizers use the weights that they train at.
 
         Args:
@@ -426,7 +426,7 @@ class FitState:
         for optimizer in self.optimizers:
             if is_schedule_free(optimizer):
                 optimizer.train()  # type: ignore[attr-defined]
-                self.trains = True
+                self.has_training_weights = True
         self.stored_weights = []
         if weights is None:
             return
@@ -435,22 +435,22 @@ class FitState:
                 for parameter, weight in zip(held_by(optimizer), stored, strict=False):
                     parameter.copy_(as_parts(weight, parameter))
 
-    def eval(self) -> None:
+    def use_evaluation_weights(self) -> None:
         """Make schedule-free optimizers use the weights for evaluation and saving."""
-        for optimizer in self.optimizers if self.trains else ():
+        for optimizer in self.optimizers if self.has_training_weights else ():
             if is_schedule_free(optimizer):
                 optimizer.eval()  # type: ignore[attr-defined]
-        self.trains = False
+        self.has_training_weights = False
 
     @contextlib.contextmanager
     def weights_restored(self) -> Iterator[None]:
         """Afterwards the weights are for training or for evaluation again, as they were before."""
-        before = self.trains
+        before = self.has_training_weights
         try:
             yield
         finally:
-            if before != self.trains:
-                self.train() if before else self.eval()
+            if before != self.has_training_weights:
+                self.use_training_weights() if before else self.use_evaluation_weights()
 
     @contextlib.contextmanager
     def evaluated(self) -> Iterator[list[list[torch.Tensor]] | None]:
@@ -459,18 +459,18 @@ class FitState:
         Yields:
             Each optimizer's training weights; None if the model has no others.
         """
-        if not self.trains:
+        if not self.has_training_weights:
             yield None
             return
         weights = [
             [p.detach().clone() for p in held_by(optimizer)] if is_schedule_free(optimizer) else []
             for optimizer in self.optimizers
         ]
-        self.eval()
+        self.use_evaluation_weights()
         try:
             yield weights
         finally:
-            self.train(weights)
+            self.use_training_weights(weights)
 
     def scale_rates(self, scaling: str | None, ranks: int) -> float:
         """Multiply the rates for a number of ranks, once; another number later corrects it.
@@ -500,7 +500,7 @@ class FitState:
         self.optimizers, self.schedulers, self.frequencies = [], [], None
         self.takes_turns = False
         self.stored_schedulers, self.stored_groups = [], []
-        self.trains, self.stored_weights = False, []
+        self.has_training_weights, self.stored_weights = False, []
 
     def drop_schedulers(self) -> None:
         """Let the next scheduler start from the current rates."""

@@ -1,4 +1,4 @@
-"""The hooks of a model: what a subclass may do its own way.
+"""The hooks of a model: what a subclass may do its own way. (Callbacks: `callbacks/base.py`.)
 
 A subclass overrides one and keeps everything else. Whether it does is found out once a call, so
 that a model without hooks of its own pays for none.
@@ -24,7 +24,8 @@ from fitkit.foreign_names import (
 from fitkit.module import Module
 
 STAGES = ("training", "validation", "test", "predict")
-"""What a step can be part of; `fit` has the first two, `evaluate` and `predict` the others."""
+"""What a step can be part of; `fit` has the first two. `evaluate` has the third, or
+the second where a model has only that one, and `predict` the last."""
 
 STEP_HOOKS = {
     stage: {

@@ -103,7 +103,7 @@ class Model(Module):
         history: the `History` of the last `fit`; None before the first.
         stop_training: set it to True in a callback or a step to end `fit` after the current batch
             or epoch, on all ranks.
-        stop_evaluating: the same for `evaluate`, or a validation.
+        stop_evaluating: the same for `evaluate`, or a validation, on the rank that sets it.
         stop_predicting: the same for `predict`.
 
     Example:

@@ -532,7 +532,7 @@ class Module(nn.Module):
         """Go into evaluation mode for a pass; `modules` are all of the model, if they are known."""
         set_mode(self, training=False, modules=modules)
 
-    def _after_validation(self) -> AbstractContextManager[None]:
+    def _around_validation(self) -> AbstractContextManager[None]:
         """Restore the training flags after a validation within `fit`."""
         return modes_restored(self)
 

@@ -22,7 +22,7 @@ class Progress:
 
     Attributes:
         epoch: the epoch to continue with, from 0.
-        steps: the number of steps made in it.
+        steps: the number of its batches that are done, with those without rows.
         number: the number of the pass over the data.
         batches: how many of the pass's batches are done, over all ranks.
         shares: the number of shares of the data, which may be fewer than the ranks.

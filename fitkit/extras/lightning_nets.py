@@ -412,12 +412,12 @@ class LightningModel(ServedModel):
         return name == next(iter(self.run.held_out))
 
     @contextlib.contextmanager
-    def _after_validation(self) -> Iterator[None]:
+    def _around_validation(self) -> Iterator[None]:
         if not self.hooks.has("on_validation_model_train"):
-            with super()._after_validation():
+            with super()._around_validation():
                 yield
             return
-        with super()._after_validation():
+        with super()._around_validation():
             yield
             flags = [(part, part.training) for part in self.modules()]
         if self._is_last_set():  # the hook has said how the training goes on

@@ -17,7 +17,7 @@ from fitkit.arguments import describe
 from fitkit.errors import ConfigurationError
 from fitkit.extras.summing_losses import sums_over_samples
 from fitkit.outputs import IGNORED, SINGLE, is_hugging_face, named_outputs
-from fitkit.seams.losses import OwnLoss, carried, is_labels
+from fitkit.seams.losses import NetLoss, carried, is_labels
 from fitkit.typing import Tree
 
 ITEMS = "num_items_in_batch"
@@ -35,7 +35,7 @@ class TakesInputs(Protocol):
 
 
 def ask(
-    own: OwnLoss,
+    own: NetLoss,
     net: nn.Module,
     caller: TakesInputs,
     computed: Callable[[Any], Any],
@@ -98,7 +98,7 @@ def rule_by_sum(mean: Any, summed: Any, target: Any) -> str | None:
 
 
 def _ask_for_rows(
-    own: OwnLoss,
+    own: NetLoss,
     computed: Callable[[Any], Any],
     prediction: Tree,
     x: Mapping[str, Any],

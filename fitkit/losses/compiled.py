@@ -17,7 +17,7 @@ from fitkit.losses.class_weights import ClassWeights
 from fitkit.losses.guards import check_learns
 from fitkit.losses.looks import undone
 from fitkit.losses.loss import Ask, Count, KnownLoss, Loss, resolve
-from fitkit.losses.own import OwnLoss
+from fitkit.losses.own import NetLoss
 from fitkit.outputs import (
     SINGLE,
     LossHint,
@@ -255,9 +255,9 @@ class CompiledLoss:
         return any(loss.may_be_nan for loss in self._all)
 
     @property
-    def own(self) -> OwnLoss | None:
+    def own(self) -> NetLoss | None:
         """The loss that the net computes itself, where it does."""
-        return self._losses if isinstance(self._losses, OwnLoss) else None
+        return self._losses if isinstance(self._losses, NetLoss) else None
 
     def counts(self, target: Any) -> list[Count]:
         """Return what each loss's mean is taken over, of a batch whose forward hasn't run."""
@@ -486,7 +486,7 @@ class CompiledLoss:
 
     def _named(self, prediction: Any) -> dict[Any, Any]:
         losses = self._losses
-        if isinstance(losses, OwnLoss):
+        if isinstance(losses, NetLoss):
             return {None: prediction}
         named = named_outputs(prediction)
         takes_whole = isinstance(losses, Loss) and losses.takes_whole
@@ -592,7 +592,7 @@ def _parts_of(output: Hashable, losses: Any, scales: Any) -> list[_OutputLoss]:
 
 def _resolved(loss: Any) -> Losses:
     if loss is None:
-        return OwnLoss()
+        return NetLoss()
     if not isinstance(loss, (list, tuple, Mapping)):
         return resolve(loss)
     entries: Losses = _plain(loss, lambda one: None if one is None else resolve(one))

@@ -12,7 +12,7 @@ from fitkit.losses.loss import Count, Loss, is_labels
 from fitkit.outputs import IGNORED, LossHint
 
 
-class OwnLoss(Loss):
+class NetLoss(Loss):
     """The loss that the net computes itself, as Hugging Face models given labels do."""
 
     takes_whole = True

@@ -13,7 +13,7 @@ from torch import Tensor
 from fitkit.errors import ConfigurationError, FitkitError
 from fitkit.metrics.conversions import FirstBatch, as_given, next_places
 from fitkit.metrics.named import NAMES, Named
-from fitkit.metrics.sums import Batch, CallableMean, Mean, State, Values, changeable
+from fitkit.metrics.sums import CallableMean, Mean, MetricBatch, State, Values, changeable
 from fitkit.metrics.torchmetrics_adapter import is_torchmetric, wrap_object
 from fitkit.shortcuts import Shortcut
 from fitkit.trees import tensors
@@ -94,15 +94,15 @@ class OutputGroup:
         """Add a batch, without gradients."""
         if self._joined:  # before the user's code, which may write into predictions
             used = weight if self._needs_weight else None
-            ready: Sequence[Batch] = (
+            ready: Sequence[MetricBatch] = (
                 self._buffer.add(prediction, target, used)
                 if self._waits
-                else [Batch(prediction.detach(), target.detach(), used)]
+                else [MetricBatch(prediction.detach(), target.detach(), used)]
             )
             for batch in ready:
                 self._count(self._joined, batch)
         if self._each:
-            self._count(self._each, Batch(prediction, target, weight))
+            self._count(self._each, MetricBatch(prediction, target, weight))
         if self._is_first:
             self.flush()  # so that an error is raised here, with the metric's name
             self._is_first = False
@@ -114,7 +114,7 @@ class OutputGroup:
         if self._later is not None and self._later.kept:
             self._later.finish()
 
-    def _count(self, sums: Mapping[str, Mean | TorchMetric], batch: Batch) -> None:
+    def _count(self, sums: Mapping[str, Mean | TorchMetric], batch: MetricBatch) -> None:
         if self._later is not None and not self._is_first and sums is self._joined:
             self._later.check(batch.prediction, batch.target)
         if self._has_means_only and not self._is_first:
@@ -294,13 +294,15 @@ class Buffer:
         """Whether any batch waits."""
         return self._waiting > 0
 
-    def add(self, prediction: Tensor, target: Tensor, weight: Tensor | None) -> Sequence[Batch]:
+    def add(
+        self, prediction: Tensor, target: Tensor, weight: Tensor | None
+    ) -> Sequence[MetricBatch]:
         """Let a batch wait, without its gradients.
 
         Returns:
             The batches to count now, before the next `add` reuses their memory.
         """
-        ready: Sequence[Batch] = ()
+        ready: Sequence[MetricBatch] = ()
         like = (
             prediction.shape, target.shape, prediction.dtype, target.dtype,
             None if weight is None else weight.shape,
@@ -322,13 +324,13 @@ class Buffer:
             return *ready, *self.take()
         return ready
 
-    def _large(self, prediction: Tensor, target: Tensor, weight: Tensor | None) -> Batch:
+    def _large(self, prediction: Tensor, target: Tensor, weight: Tensor | None) -> MetricBatch:
         prediction, target = prediction.detach(), target.detach().to(prediction.device)
         if self._keeps:
             prediction, target = prediction.clone(), target.clone()
-        return Batch(prediction, target, weight)
+        return MetricBatch(prediction, target, weight)
 
-    def _begin_block(self, prediction: Tensor, target: Tensor, like: Any) -> Sequence[Batch]:
+    def _begin_block(self, prediction: Tensor, target: Tensor, like: Any) -> Sequence[MetricBatch]:
         """Make an empty block, larger than the last if that was for this batch's shape.
 
         So batches whose shapes keep changing take no more memory than their own.
@@ -342,7 +344,7 @@ class Buffer:
             len(shape), shape[1:], len(target_shape), target_shape[1:],
             None if weights is None else (len(weights), weights[1:]),
         )  # fmt: skip
-        ready: Sequence[Batch] = ()
+        ready: Sequence[MetricBatch] = ()
         if kind != self._kind:
             ready, self._kind = self.take(), kind
         elif self._used:
@@ -366,19 +368,19 @@ class Buffer:
         predictions, targets = (part[: self._used].flatten(0, 1) for part in self._block)
         return predictions, targets
 
-    def joined(self) -> Batch:
+    def joined(self) -> MetricBatch:
         """All waiting batches as one."""
         blocks = [*self._full, self._used_part()] if self._used else self._full
         predictions, targets = zip(*blocks, strict=True)
         weight = torch.cat(self._weights) if self._weights else None
-        return Batch(self._one(predictions), self._one(targets), weight)
+        return MetricBatch(self._one(predictions), self._one(targets), weight)
 
     def _one(self, parts: tuple[Tensor, ...]) -> Tensor:
         if len(parts) > 1:
             return torch.cat(parts)
         return parts[0].clone() if self._keeps else parts[0]
 
-    def take(self) -> Sequence[Batch]:
+    def take(self) -> Sequence[MetricBatch]:
         """Take all waiting batches as one, if there are any."""
         batches = (self.joined(),) if self._waiting else ()
         self.clear()

@@ -37,7 +37,7 @@ def outside_inference() -> Iterator[None]:
         yield
 
 
-class Batch:
+class MetricBatch:
     """Samples to be counted, with each conversion of them made once.
 
     Args:
@@ -116,12 +116,12 @@ class Mean:
         """Whether the result is the mean itself, and nothing that is made of it."""
         return self._finish is None
 
-    def update(self, batch: Batch) -> None:
+    def update(self, batch: MetricBatch) -> None:
         """Add a batch, whose tensors have no gradients."""
         values, counted = self.values_of(batch)
         self._add(*self._sums_of(values, batch.weight, counted))
 
-    def values_of(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def values_of(self, batch: MetricBatch) -> tuple[Tensor, Tensor | None]:
         """Return a batch's values, and which of them count; None: all."""
         prediction, target = batch.converted(self.conversion)
         values = self._values(prediction, target)
@@ -232,7 +232,7 @@ class CallableMean(Mean):
         super().__init__(as_given, function)
         self._dims: tuple[int, ...] | None = None  # of the last prediction and target
 
-    def values_of(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def values_of(self, batch: MetricBatch) -> tuple[Tensor, Tensor | None]:
         """Return what the function gives."""
         pair = batch.prediction, batch.target
         if (shapes := tuple(getattr(one, "ndim", 0) for one in pair)) != self._dims:
@@ -244,7 +244,7 @@ class CallableMean(Mean):
             value = torch.as_tensor(value, device=self.totals.device)
         return value.detach(), None
 
-    def update(self, batch: Batch) -> None:
+    def update(self, batch: MetricBatch) -> None:
         """Call the function and add what it gives."""
         (value, _), samples = self.values_of(batch), batch.samples
         each = value.ndim > 0 and value.shape[0] == samples

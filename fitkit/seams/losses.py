@@ -33,7 +33,7 @@ from fitkit.losses.formulas import (
 from fitkit.losses.looks import undone
 from fitkit.losses.loss import is_labels
 from fitkit.losses.names import LOSSES, Definition
-from fitkit.losses.own import OwnLoss, carried
+from fitkit.losses.own import NetLoss, carried
 
 __all__ = [
     "EPSILON",
@@ -46,7 +46,7 @@ __all__ = [
     "Loss",
     "LossFunction",
     "Match",
-    "OwnLoss",
+    "NetLoss",
     "Term",
     "Untrained",
     "carried",

@@ -33,8 +33,7 @@ from fitkit.metrics.conversions import (
 from fitkit.metrics.group import MetricSpec, OutputGroup
 from fitkit.metrics.named import NAMES as METRICS
 from fitkit.metrics.named import Named
-from fitkit.metrics.sums import Batch as MetricBatch
-from fitkit.metrics.sums import Mean, State, Values, outside_inference
+from fitkit.metrics.sums import Mean, MetricBatch, State, Values, outside_inference
 from fitkit.metrics.torchmetrics_adapter import is_torchmetric
 from fitkit.record import LogOptions
 

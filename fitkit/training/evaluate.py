@@ -1,4 +1,4 @@
-"""`evaluate` and `predict` on each rank: one pass over the data."""
+"""`evaluate` and `predict` on each rank, and the validations of `fit`: one pass over the data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from fitkit.training.passes import PREDICT, TEST, VALIDATION, Pass, Stage, users
 from fitkit.training.settings import EvaluateArguments
 from fitkit.training.step import Outcome
 from fitkit.training.step_context import StepContext
-from fitkit.training.step_for import Step, new_pass, predict_step_for, step_for
+from fitkit.training.step_for import Step, new_context, predict_step_for, step_for
 from fitkit.training.surroundings import evaluating, rank_source, surroundings
 from fitkit.training.with_gradients import first_step
 from fitkit.typing import Outputs
@@ -77,13 +77,13 @@ def evaluate_source(
     data_ranks = strategy.data_ranks
     model.stop_evaluating = False
     with Scope() as scope:
-        context = new_pass(model, stage.name, step, scope)
+        context = new_context(model, stage.name, step, scope)
         record = context.record
         scope.enter_context(evaluating(model, context))
         share_buffers(model)
         callbacks.call("on_test_begin", {})
         mine = InStep(_share_of_steps(source, steps, data_ranks), strategy)
-        made = make_pass(
+        made = run_pass(
             model, stage, step, context, callbacks, source, mine,
             partial(step.record, record=record), lambda _: LazyLogs(record.results),
         )  # fmt: skip
@@ -93,15 +93,15 @@ def evaluate_source(
             warn(f"{name} ended after {count} of {wanted} batches.")
         with torch.no_grad():
             step.call_epoch_end(record)
-        values, everyones = reduced(record, strategy.log_ranks)
-        if not everyones:
+        values, steps_of_all = reduced(record, strategy.log_ranks)
+        if not steps_of_all:
             raise ConfigurationError(f"{name} is empty: it gave no samples.")
         model._fitkit.log_names = list(values)
         context.call_at_end(callbacks.hooks("on_test_end"), values, data_ranks, values)
     return values
 
 
-def make_pass(
+def run_pass(
     model: Module,
     stage: Stage,
     step: Step,
@@ -129,7 +129,7 @@ def make_pass(
         made = Pass(stage, context, callbacks, execute, logs, group=group)
         read = heard(iter(mine), stage.name)
         batches = step.mover.bring_each(step.looking(read))
-        made.run(batches, lambda: getattr(model, stage.stop) and mine.ends_here())
+        made.run(batches, lambda: getattr(model, stage.stop) and mine.end())
     return made
 
 
@@ -180,11 +180,11 @@ def predict_source(model: Module, arguments: EvaluateArguments, copies: HostCopi
     mine = InStep(_share_of_steps(source, arguments.steps, strategy.data_ranks), strategy)
     params = _params(model, "predict", source, arguments)
     with Scope() as scope:
-        context = new_pass(model, "predict", step, scope)
+        context = new_context(model, "predict", step, scope)
         scope.enter_context(callbacks.running(model, params))
         scope.enter_context(evaluating(model, context))
         callbacks.call("on_predict_begin", {})
-        make_pass(
+        run_pass(
             model, PREDICT, step, context, callbacks, source, mine, copies.take,
             lambda index: LazyLogs(partial(_outputs, copies, group_size, index)), copies.skip,
         )  # fmt: skip
@@ -296,7 +296,7 @@ class InStep:
         self._together = strategy.evaluates_in_step
         self._ended = False
 
-    def ends_here(self) -> bool:
+    def end(self) -> bool:
         """End this rank's batches; return whether the loop may end too, or must wait for others."""
         self._ended = True
         return not self._together

@@ -132,7 +132,7 @@ class Fit:
             if not kept_in_evaluation(model._weights_module()):
                 model.train()
             with Scope() as scope:
-                context = self.learning.new_pass(scope)
+                context = self.learning.new_context(scope)
                 with as_current(model, context):  # its logs join the first epoch's
                     callbacks.call("on_train_begin", {})
             self.warn_of_doubts()
@@ -217,7 +217,7 @@ class Fit:
             stops = self.stopping.agreed()
             if done and (stops or self._validate_if_due(epoch, callbacks)):
                 batches = iter(())
-            made.run(batches, partial(self._ends, epoch, callbacks))
+            made.run(batches, partial(self._after_group, epoch, callbacks))
             if made.empty and made.empty == made.done:
                 raise ConfigurationError(f"x is empty: all {made.empty} batches have 0 samples.")
             if self.data.ran_out(epoch, made.done):
@@ -225,12 +225,12 @@ class Fit:
             if made.done == done:
                 self._check_on_peeked_batch()
             self.learning.step.call_epoch_end(context.record)
-        values = self._values_of_epoch(epoch, callbacks, context.record, steps=made.done)
+        values = self._reduced_and_validated(epoch, callbacks, context.record, steps=made.done)
         self._end_epoch(epoch, callbacks, context, values)
         scope.close()
         return values
 
-    def _ends(self, epoch: int, callbacks: CallbackList) -> bool:
+    def _after_group(self, epoch: int, callbacks: CallbackList) -> bool:
         """Validate between two groups of batches, if that is due; return whether the epoch ends."""
         stopping = self.stopping
         if stopping.agreed() if stopping.asks else self.model.stop_training:
@@ -249,7 +249,7 @@ class Fit:
         if self.data.cut_for(epoch):
             self._follow_size()
         done = self.progress.steps
-        context = self.learning.new_pass(scope)
+        context = self.learning.new_context(scope)
         if not done:
             context.waiting += early
             self.data.restore_random_state()
@@ -257,11 +257,11 @@ class Fit:
         self.running = self.latest = made = self._pass_of(context, epoch, callbacks, done)
         # These hooks ran before an interruption. What they log, draw and set now goes nowhere.
         with state.settings_restored() if done else contextlib.nullcontext():
-            with as_current(model, self.learning.new_pass(scope) if done else context):
+            with as_current(model, self.learning.new_context(scope) if done else context):
                 callbacks.call("on_epoch_begin", epoch, {})
             self.logs, self.seen_values = None, {}
             self.learning.follow_freezing()
-        state.train(state.stored_weights if done else None)
+        state.use_training_weights(state.stored_weights if done else None)
         if done:
             self.data.restore_random_state()
         return made
@@ -285,7 +285,7 @@ class Fit:
             or users_look(callbacks, TRAINING),
         )
 
-    def _values_of_epoch(
+    def _reduced_and_validated(
         self, epoch: int, callbacks: CallbackList, record: Logbook, *, steps: int
     ) -> Values:
         """Return an epoch's values over all ranks, those of its validation included."""
@@ -295,7 +295,7 @@ class Fit:
             self.arguments.weights_by_class.check_seen(self.collectives)
         if self.strategy.engine is not None:
             self.strategy.engine.average_ranks()
-        state.eval()
+        state.use_evaluation_weights()
         values, _ = reduced(record, self.strategy.log_ranks, progress.noted)
         model._fitkit.log_names = list(values)
         if self.held_out and self.arguments.validates_after(epoch):
@@ -310,7 +310,7 @@ class Fit:
     def _end_epoch(
         self, epoch: int, callbacks: CallbackList, context: StepContext, values: Values
     ) -> None:
-        """Give an epoch's values to schedulers and callbacks, which may add their own."""
+        """Give an epoch's values to schedulers, then to callbacks, which may add their own."""
         if epoch == self.arguments.initial_epoch:
             self._tell_wait()
         self._warn_of_non_finite(epoch, values)
@@ -320,6 +320,7 @@ class Fit:
         place.end_epoch(ends_pass=self.data.passes_are_epochs)
         with as_current(self.model, context):
             ended = callbacks.hooks("on_epoch_end")
+            # The last two are what the hooks get.
             context.call_at_end(ended, values, self.strategy.data_ranks, epoch, values)
         if not self.has_warned_of_empty and self.collectives.rank == 0:
             self.has_warned_of_empty = warn_of_empty(values, f"In epoch {epoch + 1}")
@@ -384,7 +385,7 @@ class Fit:
 
     def _validate(self, callbacks: CallbackList, epoch: int) -> Values:
         """Evaluate the validation data; return the values by their names in an epoch's logs."""
-        values = self.validations.values(callbacks, self.history)
+        values = self.validations.values(callbacks, self.history.params)  # callbacks share it
         if self.validations.plan.interval is not None:
             entry = {"epoch": epoch, "batches": self.progress.steps, **values}
             self.history.validations.append(entry)
@@ -410,7 +411,7 @@ class Fit:
 
     @property
     def progress(self) -> Progress:
-        """Where the training is: after the last batch of the pass that runs."""
+        """Where the training is: after the last batch of the pass that runs. Asking moves it."""
         place = self.data.place
         if self.running is not None:
             # With steps_per_epoch, the stream counts the batches of its passes.

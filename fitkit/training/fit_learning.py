@@ -23,7 +23,7 @@ from fitkit.training.log import Logbook
 from fitkit.training.rates import Rates
 from fitkit.training.settings import FitArguments
 from fitkit.training.step_context import StepContext
-from fitkit.training.step_for import Step, new_pass, step_for
+from fitkit.training.step_for import Step, new_context, step_for
 from fitkit.training.update import Learning, backward_of, updates_for
 from fitkit.typing import PlainData
 
@@ -96,9 +96,9 @@ class FitLearning:
         """Whether no batch waits for others to complete an update."""
         return self.update.is_between_updates
 
-    def new_pass(self, scope: Scope) -> StepContext:
+    def new_context(self, scope: Scope) -> StepContext:
         """Return a pass of the training's step."""
-        return new_pass(self._model, "training", self.step, scope, self._backward)
+        return new_context(self._model, "training", self.step, scope, self._backward)
 
     def brought(self, read: Iterator[Any], done: int) -> Iterator[Batch]:
         """Return an epoch's batches on their way to the step.

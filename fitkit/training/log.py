@@ -403,10 +403,10 @@ class Logbook:
     Attributes:
         scales: the loss weights of the parts, if these are means over different things. The loss
             is then their sum, not a mean of batches' losses.
-        steps: how many steps this rank has made.
-        padding: how many of them were padding, which doesn't count.
+        steps: how many steps this rank has made, without batches that have no rows.
+        padding: how many of a model's own steps were padding, which doesn't count.
         samples: this rank's samples in the last batch; 0 for padding.
-        seen: the samples so far, on this rank.
+        seen: the samples of a model's own steps so far, on this rank.
         doubts: say once that batches' entries disagree on their samples.
         outputs: what the steps returned; None where nobody wants it.
         joined: what all ranks have noted of the pass, as `noted_by` returns it, if `reduced` has

@@ -47,7 +47,7 @@ from fitkit.training.log import Logbook, warn_of_empty
 from fitkit.training.parts_of_batches import counter_of
 from fitkit.training.step import CompiledStep
 from fitkit.training.step_context import as_current
-from fitkit.training.step_for import new_pass, predict_step_for, step_for
+from fitkit.training.step_for import new_context, predict_step_for, step_for
 from fitkit.training.surroundings import (
     computing,
     evaluating,
@@ -388,9 +388,9 @@ def fit_batch(
                 # Compiled updates cost more than they save on one batch.
                 kept.update = updates_for(model, step, accumulate=1)
             with Scope() as scope, state.weights_restored():
-                context = new_pass(model, "training", step, scope, backward_of(kept.update))
+                context = new_context(model, "training", step, scope, backward_of(kept.update))
                 with as_current(model, context):
-                    state.train()
+                    state.use_training_weights()
                     state.accumulate = 1
                     counted = _counted_by_all(model, batch)
                     if (transforms := batch_transforms_of(model, step)) is not None:
@@ -415,7 +415,7 @@ def evaluate_batch(model: Module, arrays: tuple[Any, ...]) -> dict[str, Any]:
             kept = KeptStep("test", step_for(model, stage))
         step = kept.step
         with Scope() as scope:
-            context = new_pass(model, stage, step, scope)
+            context = new_context(model, stage, step, scope)
             with evaluating(model, context, modules), torch.no_grad():
                 counted = context.batch = _counted(batch, counter_of(model))
                 step.record(counted, first_step(model, step, counted), context.record)
@@ -433,7 +433,7 @@ def predict_batch(model: Module, x: Tree) -> Any:
         if kept is None:
             place(model)
             kept = KeptStep("predict", predict_step_for(model))
-        context = new_pass(model, "predict", kept.step, Scope())  # nothing is logged or measured
+        context = new_context(model, "predict", kept.step, Scope())  # nothing is logged or measured
         with evaluating(model, context, modules), torch.no_grad():
             counted = context.batch = _counted(batch, samples_of)
             outcome = first_step(model, kept.step, counted)

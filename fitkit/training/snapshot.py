@@ -313,8 +313,8 @@ def load(
         _assign(model, weights, restore, name)
         unsaved.restore(model, training)
         model._fitkit.kept_steps.drop()
-        if model._fitkit.fit_state.trains:  # loaded within an epoch
-            model._fitkit.fit_state.train()
+        if model._fitkit.fit_state.has_training_weights:  # loaded within an epoch
+            model._fitkit.fit_state.use_training_weights()
         if told:
             warn(told)
     model._fitkit.fit_state.progress = progress

@@ -33,9 +33,10 @@ ALONE = contextlib.nullcontext()
 
 @dataclasses.dataclass
 class StepContext:
-    """One pass over data: an epoch's training, a validation, `evaluate`, `predict`.
+    """What a pass is to the code inside it: to steps, hooks and `self.log`.
 
-    It is made for the pass, and thrown away with it.
+    A pass is an epoch's training, a validation, `evaluate` or `predict`. The context is made for
+    it, and thrown away with it.
 
     Attributes:
         name: `"training"`, `"validation"`, `"test"` or `"predict"`.

@@ -83,14 +83,14 @@ def step_for(
     return OwnStep(model, stage, compiled, wrapped, transfer)
 
 
-def new_pass(
+def new_context(
     model: Module,
     stage: str,
     step: Step,
     scope: Scope,
     backward: Callable[..., None] | None = None,
 ) -> StepContext:
-    """Return a pass of a step, with nothing in its record.
+    """Return what a new pass of a step is to the code in it, with nothing in its record.
 
     Args:
         scope: the pass's, with the hooks at its end.
@@ -102,8 +102,14 @@ def new_pass(
         record = Logbook(meters, scope, doubts, keeps_outputs=step.keeps)
         turns = threading.Lock()
         return StepContext(
-            stage, step.compiled, record, None, step.transfer, backward, replicas=turns
+            stage,
+            step.compiled,
+            record,
+            transfer=step.transfer,
+            backward=backward,
+            replicas=turns,
         )
+    # Callbacks alone see this one, and none of them moves a batch or calls backward by it.
     return StepContext(stage, step, Logbook(step.meters or NO_METRICS, scope, doubts))
 
 

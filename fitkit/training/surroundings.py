@@ -143,7 +143,7 @@ def evaluating(
     losses = list(model._fitkit.compilation.trained(model).losses.values())
     evaluates_losses = losses and context.name != "predict"
     with as_current(model, context):
-        if not model._fitkit.fit_state.trains and not evaluates_losses:
+        if not model._fitkit.fit_state.has_training_weights and not evaluates_losses:
             model._to_evaluation(modules)
             yield
             return

@@ -183,8 +183,8 @@ class Learning:
 
     @property
     def make(self) -> Callable[[Batch, int], object]:
-        """What learns from a batch. It isn't kept here: in a ring, data workers would outlive an
-        error.
+        """What learns from a batch. A method of this object isn't kept in it: in a ring, data
+        workers would outlive an error.
         """
         return self._learn if self._after_first is None else self._with_first
 
@@ -267,8 +267,9 @@ class Update:
         self._ranks = strategy.data_ranks.world_size
         self._scaling = scaling
         self.backward: Callable[..., None] = engine.backward
-        # A compiled step has no wrapper that averages gradients within the backward pass. It has a
-        # list then, of the buffers that ranks share, which may be empty.
+        # Without a wrapper that averages gradients within the backward pass (steps that a compiler
+        # makes, sparse gradients, batches in parts) there is a list, which may be empty, of the
+        # buffers that ranks share.
         self._buffers = step.wrapped.shared_buffers
         # No wrapper shares these, as DDP does the model's before a forward.
         self._buffers_beside = [] if self._is_alone else trained.buffers_beside()

@@ -6,7 +6,6 @@ import dataclasses
 from fractions import Fraction
 
 from fitkit.callbacks import CallbackList
-from fitkit.callbacks.history import History
 from fitkit.data.batches import Source
 from fitkit.data.sources import set_label
 from fitkit.errors import ConfigurationError
@@ -17,7 +16,7 @@ from fitkit.training.settings import FitArguments
 from fitkit.training.step_for import Step, step_for
 from fitkit.training.surroundings import rank_source
 from fitkit.training.validation_names import named_values
-from fitkit.typing import Values
+from fitkit.typing import PlainData, Values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,15 +83,19 @@ class Validations:
             longest = None if None in everyones else max(everyones)
             self.plan = Plan(longest, arguments.batches_between_validations(longest))
 
-    def values(self, callbacks: CallbackList, history: History) -> Values:
+    def values(self, callbacks: CallbackList, params: PlainData) -> Values:
         """Evaluate all sets; return the values by their names in an epoch's logs.
+
+        Args:
+            callbacks: the fit's.
+            params: what these are given, which says which set is evaluated.
 
         Ranks:
             Collective.
         """
         named: Values = {}
         for set_name, source in self.sources.items():
-            values = named_values(self._of(set_name, source, callbacks, history), set_name)
+            values = named_values(self._of(set_name, source, callbacks, params), set_name)
             for name in named.keys() & values.keys():
                 raise ConfigurationError(
                     f"Two validation sets log {name!r}: {', '.join(self.sources)}. Give one of "
@@ -102,7 +105,7 @@ class Validations:
         self.names.update(named)
         return named
 
-    def _of(self, name: str, source: Source, callbacks: CallbackList, history: History) -> Values:
+    def _of(self, name: str, source: Source, callbacks: CallbackList, params: PlainData) -> Values:
         """Evaluate one set."""
         model, label = self._model, set_label(name)
         step = self._steps.get(name)
@@ -112,7 +115,6 @@ class Validations:
             )
             step.mover.bring_whole(source)
         steps = self._arguments.validation_steps
-        # The callbacks share this dict.
-        history.params.update(validation_set=name, validation_steps=steps or source.steps)
-        with model._after_validation():
+        params.update(validation_set=name, validation_steps=steps or source.steps)
+        with model._around_validation():
             return evaluate_source(model, source, steps, VALIDATION, step, callbacks, name=label)

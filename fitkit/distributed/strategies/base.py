@@ -299,7 +299,7 @@ class Strategy:
     @final
     @property
     def data_ranks(self) -> Collectives:
-        """The ranks that see different data. Data are divided and logs reduced over them."""
+        """The ranks that see different data. Data are divided over them."""
         size, together = self.collectives.world_size, self.ranks_per_batch
         if size == 1 or together == 1:
             return self.collectives

@@ -9,7 +9,7 @@ from fitkit.data.batches import Batch
 from fitkit.scopes import Scope
 from fitkit.training.own_step import with_mean_loss
 from fitkit.training.step_context import as_current
-from fitkit.training.step_for import new_pass, predict_step_for, step_for
+from fitkit.training.step_for import new_context, predict_step_for, step_for
 
 X, Y = torch.randn(6, 3), torch.randint(2, (6,))
 BATCH = Batch((X, Y), 6, 6)
@@ -34,7 +34,7 @@ def compiled(kind=fitkit.Model, metrics=("accuracy",)):
 def test_an_outcome_is_recorded_when_somebody_records_it(kind, count):
     model = compiled(kind)
     step = step_for(model, "training")
-    context = new_pass(model, "training", step, Scope())
+    context = new_context(model, "training", step, Scope())
     context.batch = BATCH
     expected = nn.functional.cross_entropy(model.net(X), Y)
     with as_current(model, context):
@@ -53,7 +53,7 @@ def test_an_outcome_is_recorded_when_somebody_records_it(kind, count):
 def test_a_batch_that_only_fills_a_place_has_an_outcome_and_records_nothing(kind):
     model = compiled(kind)
     step = step_for(model, "training")
-    context = new_pass(model, "training", step, Scope())
+    context = new_context(model, "training", step, Scope())
     filler = context.batch = Batch((X, Y), 0, 8)
     with as_current(model, context):
         outcome = step(filler, 0)
@@ -65,7 +65,7 @@ def test_a_batch_that_only_fills_a_place_has_an_outcome_and_records_nothing(kind
 def test_predictions_are_outcomes_without_a_loss(kind, factor):
     model = compiled(kind)
     step = predict_step_for(model)
-    context = new_pass(model, "predict", step, Scope())
+    context = new_context(model, "predict", step, Scope())
     context.batch = BATCH
     with as_current(model, context), torch.no_grad():
         outcome = step(BATCH)
