@@ -361,8 +361,8 @@ FILES = [
     ),
     Mutant(
         "a resumed training draws on from the checkpoint's random state",
-        "training/fit.py",
-        "            set_random_state(state, self.stream.generators, self._replicas)\n",
+        "training/fit_data.py",
+        "            set_random_state(state, self.stream.generators, self._devices)\n",
         "            pass\n",
         (f"{UNIT}/training/test_resume_exactly.py",),
     ),

@@ -348,6 +348,9 @@ def _check_noted(noted: PlainData) -> None:
             raise ValueError("a logged value and its number of samples aren't two numbers")
         if entry.get("latest") is not None and not _is_number(entry["latest"]):
             raise ValueError("a logged value isn't a number")
+        own = entry.get("own")
+        if own is not None and not (len(own) == 2 and all(map(_is_number, own))):
+            raise ValueError("a logged value and its number of samples aren't two numbers")
         options = dict(entry["options"])
         if options.pop("reduce_fx", None) not in REDUCTIONS:
             raise ValueError("the reduction of a logged value is unknown")

@@ -165,6 +165,8 @@ class Entry:
     Attributes:
         options: the options of `self.log`, the same at each call.
         latest: the last value.
+        own: the same with `sync_dist`, as (number, samples) of this rank; None if the ranks have
+            exchanged it.
         running: the values of the pass.
         metric: the torchmetrics object, if it is one.
     """
@@ -172,6 +174,7 @@ class Entry:
     def __init__(self, options: LogOptions) -> None:
         self.options = options
         self.latest: torch.Tensor | float | None = None
+        self.own: tuple[float, float] | None = None
         self.running: Running = Running(options.reduce_fx)
         self.metric: Any = None
 
@@ -196,6 +199,7 @@ class Entry:
             "options": dataclasses.asdict(self.options),
             "running": self.running.state(),
             "latest": latest,
+            "own": self.own,
             "metric": None if self.metric is None else metric_states(self.metric),
         }
 
@@ -219,14 +223,18 @@ class Logged:
         self._scope = scope
         self._lent: Scope | None = None  # ends with the scope, or before
         self._synced: tuple[str, ...] | None = None
-        self._pending: dict[str, tuple[float, float]] = {}
+        self._pending: set[str] = set()  # what the ranks exchange at this step's end
 
-    def add(self, name: str, value: Any, options: LogOptions, samples: int) -> None:
+    def add(
+        self, name: str, value: Any, options: LogOptions, samples: int, in_step: bool = False
+    ) -> None:
         """Add a value.
 
         Args:
             value: a 0-d tensor, or a torchmetrics object.
             samples: the number of samples that weights it in a mean.
+            in_step: whether a step logs it, at whose end the ranks `exchange`. What hooks log is
+                exchanged at the end of the pass.
 
         Raises:
             ConfigurationError: the name came before with other options, or with another metric.
@@ -260,7 +268,9 @@ class Logged:
             entry.running.add(value, samples)
         if options.sync_dist and options.on_step:
             weight = samples if options.reduce_fx == "mean" else 1
-            self._pending[name] = (value.item() * weight, samples)
+            entry.own = value.item() * weight, samples
+            if in_step:
+                self._pending.add(name)
 
     def exchange(self, collectives: Collectives, *, is_padding: bool = False) -> None:
         """Make the last step's values with `sync_dist` those of all ranks.
@@ -273,7 +283,8 @@ class Logged:
         """
         if collectives.world_size == 1:
             return
-        pending, self._pending = self._pending, {}
+        pending: dict[str, Any] = {name: self.entries[name].own for name in sorted(self._pending)}
+        self._pending.clear()
         if self._synced is None:
             everyone = collectives.gather(None if is_padding else tuple(pending))
             gathered = [names for names in everyone if names is not None]
@@ -291,7 +302,7 @@ class Logged:
             entry = self.entries.get(name)
             states = [step[name] for step in steps if name in step]
             if entry is not None and states:
-                entry.latest = merged(entry.options.reduce_fx, states)
+                entry.latest, entry.own = merged(entry.options.reduce_fx, states), None
 
     def results(self) -> dict[str, float]:
         """All values so far, on this rank."""
@@ -356,7 +367,10 @@ class Logged:
                 if value is not None:
                     found[epoch] = value
             if options.on_step:
-                found[step] = first[-1]["latest"]
+                counted = first if options.rank_zero_only else held
+                owns = [state["own"] for state in counted if state.get("own") is not None]
+                value = merged(options.reduce_fx, owns)
+                found[step] = first[-1]["latest"] if value is None else value
         return found
 
 

@@ -135,7 +135,7 @@ class OwnStep:
             ConfigurationError: a training step gave no loss that can be learned from.
         """
         context, is_padding = self.context, batch.samples == 0
-        context.is_part, context.inside = is_part, None
+        context.is_part, context.inside, context.in_step = is_part, None, True
         if self.synchronization is not None:
             self.synchronization.counts = not is_padding
         leaves_no_trace = self._has_loss and (is_padding or context.is_silent)
@@ -147,7 +147,7 @@ class OwnStep:
             found = Outcome(None, outputs=outputs)
             if self._has_loss:
                 found = self._outcome(outputs, context.inside)
-            context.inside = None
+            context.inside, context.in_step = None, False
         return found
 
     def again(

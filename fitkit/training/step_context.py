@@ -46,6 +46,7 @@ class StepContext:
         batch: the current batch, from its first hook on; None before a pass's first.
         is_part: whether it is only a part of an update's samples.
         is_silent: whether it is computed once more, and leaves no trace.
+        in_step: whether a step of the model's own runs.
         inside: what `super().training_step(…)` found in it; None if it wasn't called.
         is_over: whether the hook at the end of the pass runs.
         waiting: the values that hooks logged before the first batch, with which they count.
@@ -63,6 +64,7 @@ class StepContext:
     backward: Callable[..., None] | None = None
     is_part: bool = False
     is_silent: bool = False
+    in_step: bool = False
     inside: Outcome | None = None
     is_over: bool = False
     waiting: list[Waiting] = dataclasses.field(default_factory=list)
@@ -182,7 +184,7 @@ class StepContext:
         if samples is None:
             # A value logged at the end of a pass stands for all samples of this rank.
             samples = max(self.record.seen, 1) if self.is_over else batch
-        self.record.logged.add(name, value, options, samples)
+        self.record.logged.add(name, value, options, samples, self.in_step)
 
 
 class as_current(contextlib.AbstractContextManager[StepContext]):  # noqa: N801

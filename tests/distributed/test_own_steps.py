@@ -134,6 +134,20 @@ def test_a_steps_value_with_sync_dist_is_that_of_all_ranks():
     assert history["alone_epoch"] == [1.5] and history["first"] == [1.0]
 
 
+@pytest.mark.parametrize("kind", [Classifier, fitkit.Model])
+def test_a_hooks_value_with_sync_dist_is_that_of_all_ranks_at_the_epochs_end(kind):
+    model = Classifier() if kind is Classifier else fitkit.Model(nn.Linear(4, 3))
+    model.compile("sgd", "cross_entropy")
+
+    def log(batch, logs):
+        value = float(batch + 10 * model.global_rank)
+        model.log("mine", value, on_step=True, on_epoch=True, sync_dist=True)
+
+    note = fitkit.callbacks.LambdaCallback(on_train_batch_end=log)
+    history = model.fit(X[:48], Y[:48], epochs=2, callbacks=note, **on(model, 2)).history
+    assert history["mine_step"] == [8.0] * 2 and history["mine_epoch"] == [6.5] * 2
+
+
 @pytest.mark.parametrize("on_step", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_ranks_that_log_other_names_with_sync_dist_end_the_call(on_step):
     class Own(Classifier):
