@@ -80,7 +80,7 @@ ENDS = [
     ),
     Mutant(
         "an evaluation after one that failed counts its own samples only",
-        "training/log.py",
+        "training/logged.py",
         "                self._lent.callback(metric.reset)\n",
         "                pass\n",
         (f"{UNIT}/training/test_evaluate.py", "-k", "failed"),
@@ -160,7 +160,7 @@ PARTS = [
 VALUES = [
     Mutant(
         "a mean over an epoch weighs batches by their samples",
-        "training/log.py",
+        "training/running_values.py",
         "                self._read += value.item() * count\n"
         "                self._count += count\n",
         "                self._read += value.item()\n                self._count += 1\n",
@@ -182,7 +182,7 @@ VALUES = [
     ),
     Mutant(
         "several steps' means count each",
-        "training/log.py",
+        "training/running_values.py",
         "            self._read += number * count\n",
         "            self._read += number\n",
         (f"{UNIT}/extras/jit/test_compiled_step.py", "-k", "several_steps_in_one_call"),

@@ -20,7 +20,8 @@ from fitkit.record import Context
 from fitkit.samples import samples_in
 from fitkit.scopes import Scope
 from fitkit.training.first_batch import brought
-from fitkit.training.log import Logbook, Logged
+from fitkit.training.log import Logbook
+from fitkit.training.logged import Logged
 from fitkit.training.step import CompiledStep, Outcome
 
 Waiting = tuple[str, Any, LogOptions, int | None]
