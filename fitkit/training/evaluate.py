@@ -33,7 +33,7 @@ from fitkit.training.passes import PREDICT, TEST, VALIDATION, Pass, Stage, users
 from fitkit.training.settings import EvaluateArguments
 from fitkit.training.step import Outcome
 from fitkit.training.step_context import StepContext
-from fitkit.training.step_for import Step, new_context, predict_step_for, step_for
+from fitkit.training.step_for import Step, new_context, step_for
 from fitkit.training.surroundings import evaluating, rank_source, surroundings
 from fitkit.training.with_gradients import first_step
 from fitkit.typing import Outputs
@@ -174,7 +174,7 @@ def predict_source(model: Module, arguments: EvaluateArguments, copies: HostCopi
         fills=True,
         samples_of=samples_of,
     )
-    step = predict_step_for(model, source)
+    step = step_for(model, PREDICT.name, source=source)
     callbacks = with_built_in(arguments.callback_list, arguments.verbose)
     model.stop_predicting = False
     mine = InStep(_share_of_steps(source, arguments.steps, strategy.data_ranks), strategy)

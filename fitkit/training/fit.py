@@ -93,7 +93,7 @@ class Fit:
         self.data: FitData = FitData(model, arguments)
         self.validations: Validations = Validations(model, arguments)
         self.held_out: dict[str, Source] = self.validations.sources
-        self.running: Pass | None = None  # the epoch's; None between epochs
+        self.current: Pass | None = None  # the epoch's; None between epochs
         self.latest: Pass | None = None  # the same, or the last epoch's
         self.logs: Values | None = None  # of the last epoch, until the next one begins
         self.seen_values: Values = {}
@@ -254,7 +254,7 @@ class Fit:
             context.waiting += early
             self.data.restore_random_state()
         early.clear()
-        self.running = self.latest = made = self._pass_of(context, epoch, callbacks, done)
+        self.current = self.latest = made = self._pass_of(context, epoch, callbacks, done)
         # These hooks ran before an interruption. What they log, draw and set now goes nowhere.
         with state.settings_restored() if done else contextlib.nullcontext():
             with as_current(model, self.learning.new_context(scope) if done else context):
@@ -316,7 +316,7 @@ class Fit:
         self._warn_of_non_finite(epoch, values)
         self.learning.rates.after_epoch(epoch, values, self.seen_values)
         self.logs = values
-        place, self.running = self.progress, None
+        place, self.current = self.progress, None
         place.end_epoch(ends_pass=self.data.passes_are_epochs)
         with as_current(self.model, context):
             ended = callbacks.hooks("on_epoch_end")
@@ -407,15 +407,15 @@ class Fit:
     @property
     def batch(self) -> Batch | None:
         """The batch of the last step; None between epochs."""
-        return None if self.running is None else self.running.context.batch
+        return None if self.current is None else self.current.context.batch
 
     @property
     def progress(self) -> Progress:
         """Where the training is: after the last batch of the pass that runs. Asking moves it."""
         place = self.data.place
-        if self.running is not None:
+        if self.current is not None:
             # With steps_per_epoch, the stream counts the batches of its passes.
-            place.go_on(self.running.done, counts=self.data.passes_are_epochs)
+            place.go_on(self.current.done, counts=self.data.passes_are_epochs)
         return place
 
     @property
@@ -455,8 +455,8 @@ class Fit:
             )
         progress = self.progress
         noted = progress.noted if progress.steps else []  # of the epoch, before it was cut
-        if progress.steps and self.running is not None:
-            record = self.running.context.record
+        if progress.steps and self.current is not None:
+            record = self.current.context.record
             # Ranks that see the same data have noted the same values.
             noted = record.joined or [
                 *noted, *self.strategy.log_ranks.gather(noted_by(record, self.collectives.rank))

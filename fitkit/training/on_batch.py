@@ -47,7 +47,7 @@ from fitkit.training.log import Logbook, warn_of_empty
 from fitkit.training.parts_of_batches import counter_of
 from fitkit.training.step import CompiledStep
 from fitkit.training.step_context import as_current
-from fitkit.training.step_for import new_context, predict_step_for, step_for
+from fitkit.training.step_for import new_context, step_for
 from fitkit.training.surroundings import (
     computing,
     evaluating,
@@ -432,7 +432,7 @@ def predict_batch(model: Module, x: Tree) -> Any:
         kept, batch = _ready(model, steps.take("predict"), arrays)
         if kept is None:
             place(model)
-            kept = KeptStep("predict", predict_step_for(model))
+            kept = KeptStep("predict", step_for(model, "predict"))
         context = new_context(model, "predict", kept.step, Scope())  # nothing is logged or measured
         with evaluating(model, context, modules), torch.no_grad():
             counted = context.batch = _counted(batch, samples_of)

@@ -40,11 +40,22 @@ def step_for(
     name: str = "x",
     source: Source | None = None,
 ) -> Step:
-    """Return a stage's step: `compile`'s, or the model's own where it has hooks for it."""
-    compilation = model._fitkit.compilation
+    """Return a stage's step: `compile`'s, or the model's own where it has hooks for it.
+
+    Args:
+        model: the model.
+        stage: `"training"`, `"validation"`, `"test"` or `"predict"`, whose step has no loss.
+        class_weights: weights by label.
+        all_targets: those of data in memory, whose labels are checked.
+        name: the data's name for messages.
+        source: the data; None for single batches.
+    """
+    compilation, predicts = model._fitkit.compilation, stage == "predict"
     strategy = compilation.strategy
-    known = None if source is None else [targets_of(source)]
-    may_count = compilation.loss.may_count(known)
+    may_count = False
+    if not predicts:
+        known = None if source is None else [targets_of(source)]
+        may_count = compilation.loss.may_count(known)
     counts = may_count or has_own_steps(model, stage)
     if stage == "training":
         if (outer := model._fitkit.fit_state.run) is not None:
@@ -66,6 +77,7 @@ def step_for(
         model,
         wrapped,
         DataFacts(name, all_targets or (), keeps_batches),
+        predicts=predicts,
         class_weights=class_weights,
         ranks=strategy.data_ranks if stage == "training" else None,
         may_count=may_count,
@@ -77,7 +89,7 @@ def step_for(
     if compiled.meters is not None:
         compiled.meters.waits = not is_read
     by_turns = stage == "training" and not model._updates_all
-    moves_parts = strategy.replicates and not compiled.mover.is_ours
+    moves_parts = not predicts and strategy.replicates and not compiled.mover.is_ours
     if not (has_own_steps(model, stage) or by_turns or moves_parts):
         return compiled
     return OwnStep(model, stage, compiled, wrapped, transfer)
@@ -111,25 +123,6 @@ def new_context(
         )
     # Callbacks alone see this one, and none of them moves a batch or calls backward by it.
     return StepContext(stage, step, Logbook(step.meters or NO_METRICS, scope, doubts))
-
-
-def predict_step_for(model: Module, source: Source | None = None) -> Step:
-    """Return the step of `predict`."""
-    wrapped = wrapped_for_evaluation(model)
-    _check_undivided(model, wrapped, "predict")
-    transfer = None if source is None else source.whole.transfer
-    keeps_batches = source is not None and isinstance(source.whole, ArraySource)
-    compiled = _kind_of(model, "predict")(
-        model,
-        wrapped,
-        DataFacts(keeps_batches=keeps_batches),
-        predicts=True,
-        transfer=transfer,
-    )
-    compiled.mover.transfer.pins = source is not None and source.whole.pins
-    if has_own_steps(model, "predict"):
-        return OwnStep(model, "predict", compiled, wrapped, transfer)
-    return compiled
 
 
 def _kind_of(model: Module, stage: str) -> Callable[..., CompiledStep]:

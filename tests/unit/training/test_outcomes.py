@@ -9,7 +9,7 @@ from fitkit.data.batches import Batch
 from fitkit.scopes import Scope
 from fitkit.training.own_step import with_mean_loss
 from fitkit.training.step_context import as_current
-from fitkit.training.step_for import new_context, predict_step_for, step_for
+from fitkit.training.step_for import new_context, step_for
 
 X, Y = torch.randn(6, 3), torch.randint(2, (6,))
 BATCH = Batch((X, Y), 6, 6)
@@ -64,7 +64,7 @@ def test_a_batch_that_only_fills_a_place_has_an_outcome_and_records_nothing(kind
 @pytest.mark.parametrize(("kind", "factor"), [(fitkit.Model, 1), (OwnSteps, 2)])
 def test_predictions_are_outcomes_without_a_loss(kind, factor):
     model = compiled(kind)
-    step = predict_step_for(model)
+    step = step_for(model, "predict")
     context = new_context(model, "predict", step, Scope())
     context.batch = BATCH
     with as_current(model, context), torch.no_grad():
