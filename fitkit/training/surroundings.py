@@ -58,7 +58,8 @@ def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Ite
         if torch.is_autocast_enabled(compilation.strategy.device.type):  # the caller's
             stack.enter_context(weights_cast_anew())
         stack.enter_context(current(compilation.strategy.device))
-        if not verb.endswith("_on_batch"):  # those read no data
+        is_pass = not verb.endswith("_on_batch")  # those read no data
+        if is_pass:
             stack.enter_context(FORK.held(Begun))
             alone = compilation.strategy.world.size == 1 and not in_own_group()
             stack.enter_context(running(verb, alone=alone))
@@ -74,7 +75,7 @@ def surroundings(model: Module, verb: str, batch_size: int | None = None) -> Ite
             ):
                 if value is not None:
                     stack.enter_context(flag.held(value))
-            if verb in ("evaluate", "predict"):  # the others do it where they build their steps
+            if is_pass and verb != "fit":  # the others do it where they build their steps
                 place(model)
             if model._fitkit.compiler is not None or given.memory_format is not None:
                 stack.enter_context(net_prepared(model))
