@@ -100,6 +100,8 @@ def place(frames: Sequence[Frame]) -> Place:
     inside = frames[first:]
     if not inside:
         return Place("unknown", "its thread has ended")
+    # Code that a compiler has written isn't the user's. What called the compiler is.
+    inside = inside[: next((at + 1 for at, one in enumerate(inside) if _compiles(one)), None)]
     user = next((at for at in reversed(range(len(inside))) if _is_users(inside[at])), None)
     inner = inside if user is None else inside[user + 1 :]
     kind, what = _what(inner)
@@ -118,13 +120,13 @@ def place(frames: Sequence[Frame]) -> Place:
 
 def _what(inner: Sequence[Frame]) -> tuple[str, str]:
     """Return the kind of a place and what is done there, by the frames inside of the user's."""
+    if inner and _compiles(inner[-1]):
+        return "compiler", "compiles"
     for frame in inner:
         if frame.file.startswith(TORCH):
             file = frame.file[len(TORCH) :].replace(os.sep, "/")
             if file == "utils/data/dataloader.py" and frame.function in ("_try_get_data",):
                 return "loader", "waits for a DataLoader worker"
-            if (file, frame.function) in COMPILER:
-                return "compiler", "compiles"
     if inner and inner[-1].function == "_engine_run_backward":
         return "backward", "is in backward (computes, or exchanges gradients)"
     last = len(inner)
@@ -149,6 +151,12 @@ COMPILER = {
     ("_inductor/compile_fx.py", "compile_fx_inner"),
 }
 """Functions in which torch's compiler works."""
+
+
+def _compiles(frame: Frame) -> bool:
+    file = frame.file.removeprefix(TORCH).replace(os.sep, "/")
+    return frame.file.startswith(TORCH) and (file, frame.function) in COMPILER
+
 
 WAITING = {
     "threading.py", "queue.py", "selectors.py", "subprocess.py", "socket.py", "ssl.py",

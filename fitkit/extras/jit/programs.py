@@ -31,13 +31,6 @@ The compiled function's inputs are checked before. Its own results aren't checke
 a net 32-64-10 takes 0.93 of the time.
 """
 
-TOGETHER_ON_CPU = {"cpp_wrapper": True}
-"""More of them for several batches in one call.
-
-C++ code then launches the kernels too. A net 32-64-10 runs in 0.85 of the time, and takes a third
-longer to compile. One step of a transformer of four layers would take 1.5 of the time to compile.
-"""
-
 MOST_SHAPES = 4
 """How many shapes of batches get a program each; all later shapes share one program."""
 
@@ -184,11 +177,10 @@ class Programs:
             return function(batches)
 
         give_own_code(program)
-        count, shapes = key
+        _, shapes = key
         own: dict[str, Any] = {}
         if device == "cpu":
             own = {**ON_CPU, "post_grad_custom_post_pass": faster()}
-            own |= TOGETHER_ON_CPU if count > 1 else {}
         options = with_passes(self._options, own)
         name: str = options.pop("backend", "inductor")
         options["fullgraph"] = True

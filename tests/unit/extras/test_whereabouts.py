@@ -160,6 +160,8 @@ PLACES = {
             users("forward", Net()),
             torchs("_dynamo/convert_frame.py", "_compile"),
             torchs("_inductor/compile_fx.py", "compile_fx"),
+            users("<module>"),  # code that the compiler has written
+            library("subprocess.py", "communicate"),
         ],
         "compiler",
         "compiles in Net.forward, train.py:9",
