@@ -159,7 +159,7 @@ class Fit:
         if arguments.weights_by_class is not None and not changes_batches:
             arguments.weights_by_class.expect(self.source.target, self.collectives.rank)
         self.batch_transforms: BatchChanges | None = batch_transforms_of(
-            model, self.step, self.callbacks
+            model, self.step, self.callbacks, key=self.draws.key
         )
         if self.batch_transforms is not None and resumed is not None:
             before = resumed.data.get(BEFORE)
