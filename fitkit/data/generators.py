@@ -67,7 +67,9 @@ class TorchNumbers:
 
     def has_moved(self, saved: Any) -> bool:
         """Whether the state is another one."""
-        return not torch.equal(saved, torch.default_generator.get_state())
+        now = torch.default_generator.get_state()
+        # torch.equal takes twice as long.
+        return bool(now.numpy().tobytes() != saved.numpy().tobytes())
 
     def restore(self, saved: Any) -> None:
         """Give back a saved state."""
