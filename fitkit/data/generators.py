@@ -10,6 +10,7 @@ import _random
 import ctypes
 import functools
 import random
+import re
 import struct
 import sys
 import types
@@ -363,6 +364,31 @@ def generators_in(data: Any) -> dict[str, Any]:
     return found
 
 
+def _step(one: Any) -> str:
+    """Return what a path says of an entry of a list: its class, if it is a step of a pipeline."""
+    return f" {type(one).__name__}" if callable(one) else ""
+
+
+_LAST_STEP = re.compile(r"(.*)\[\d+ (\w+)\]")
+"""The list and the class of the last step in a path."""
+
+
+def names_of_alike(paths: list[str]) -> dict[str, str]:
+    """Return the names of generators with one state, by their paths; those with one name are alike.
+
+    They all are, such as those of an image and of its mask. But the transforms of a pipeline, which
+    may have got its seed, aren't: if one list has steps of several classes, classes are apart.
+    """
+    found = {path: _LAST_STEP.match(path) for path in paths}
+    steps = {path: step.groups() if step else ("", "") for path, step in found.items()}
+    is_pipeline = len(set(steps.values())) > len({place for place, _ in steps.values()})
+    first: dict[str, str] = {}
+    return {
+        path: first.setdefault(kind if is_pipeline else "", path)
+        for path, (_, kind) in steps.items()
+    }
+
+
 def _is_leaf(one: Any) -> bool:
     return isinstance(one, _LEAVES) and not isinstance(one, KINDS)
 
@@ -377,7 +403,7 @@ def _is_left_alone(one: Any) -> bool:
 def _inside(thing: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(thing, (list, tuple)):
         entries = thing if len(thing) <= MOST_ENTRIES else thing[:FIRST]
-        yield from ((f"[{place}]", one) for place, one in enumerate(entries))
+        yield from ((f"[{place}{_step(one)}]", one) for place, one in enumerate(entries))
     elif isinstance(thing, dict):
         if len(thing) <= MOST_ENTRIES:
             yield from ((f"[{place}]", one) for place, one in enumerate(list(thing.values())))

@@ -272,6 +272,36 @@ def test_generators_with_one_seed_stay_alike():
     assert not torch.isclose(rows[:, 1], rows[:, 3]).any()
 
 
+class Step:
+    """A transform that has a generator."""
+
+    def __init__(self, seed=4):
+        self.random = random.Random(seed)
+
+    def __call__(self):
+        return self.random.random()
+
+
+class Other(Step):
+    """Another one."""
+
+
+class Pipelines(Pair):
+    """One seed for all steps of an image's transforms, and for those of its mask."""
+
+    def __init__(self):
+        self.of_image, self.of_mask = [Step(), Other(), Step(5)], [Other()]
+
+    def __getitem__(self, index):
+        return torch.tensor([step() for step in (*self.of_image, *self.of_mask)])
+
+
+def test_the_steps_of_a_pipeline_with_one_seed_draw_apart():
+    step, other, seeded_apart, of_mask = read(DataLoader(Pipelines(), 8), 1)[0].T
+    assert torch.equal(other, of_mask)
+    assert len(torch.cat([step, other, seeded_apart]).unique()) == 24
+
+
 def test_the_seed_of_a_sample_is_drawn_outside_of_data():
     torch.manual_seed(0)
     outside = [fitkit.data.sample_seed() for _ in range(2)]
