@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -91,13 +92,16 @@ def by_hand(seed: int, x: torch.Tensor, y: torch.Tensor) -> nn.Module:
             return (done + 1) / warmup
         return 0.5 * (1 + math.cos(math.pi * (done - warmup) / (updates - warmup)))
 
+    # The key of a fit, by the state of torch's generator where it begins.
+    state = torch.get_rng_state().numpy().tobytes()
+    key = xxhash.xxh3_64_intdigest(state) % 2**63
     done = 0
     for epoch in range(EPOCHS):
         for index, (images, labels) in enumerate(zip(x.split(BATCH), y.split(BATCH), strict=True)):
             optimizer.param_groups[0]["lr"] = RATE * share(done)
             images = shifted(images)
-            # A batch's draws: by the seed, the updates so far, and its place.
-            place = np.random.Philox(key=[seed, 0], counter=[0, index, epoch, 0])
+            # A batch's draws: by the key, the updates before the fit, and its place.
+            place = np.random.Philox(key=[key, 0], counter=[0, index, epoch, 0])
             ratio = np.random.Generator(place).beta(ALPHA, ALPHA)
             mixed = ratio * images + (1 - ratio) * images.roll(1, 0)
             outputs, before = net(mixed), labels.roll(1, 0)

@@ -29,6 +29,7 @@ from fitkit.data.generators import (
     asked_seed,
     generators_in,
     mark_of,
+    names_of_alike,
     state_of,
 )
 from fitkit.data.permutation import PermutationSampler
@@ -144,7 +145,7 @@ class _Own:
     """The generators that a data set keeps itself, as numbers that can be seeded.
 
     A generator is told from others by where it is. Two that began with the same state belong
-    together, such as those of an image and of its mask, and stay alike.
+    together, such as those of an image and of its mask, and stay alike (`names_of_alike`).
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -160,11 +161,12 @@ class _Own:
         objects = list(generators.values())
         if len(objects) == len(self._objects) and all(map(operator.is_, objects, self._objects)):
             return False
-        states: dict[Any, str] = {}
+        alike: dict[Any, list[str]] = {}
         for path, one in generators.items():
             if path not in self._names:
-                state = type(one).__name__, mark_of(state_of(one))
-                self._names[path] = states.setdefault(state, path)
+                alike.setdefault((type(one).__name__, mark_of(state_of(one))), []).append(path)
+        for paths in alike.values():
+            self._names |= names_of_alike(paths)
         known = {id(one.one): one for one in self.found if isinstance(one, OwnNumbers)}
         self.found = [
             known.get(id(one)) or OwnNumbers(one, self._names[path])

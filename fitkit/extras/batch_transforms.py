@@ -266,7 +266,7 @@ def is_of_targets(transform: Callable[..., Any]) -> bool:
 class Draws:
     """Random numbers of single batches, by their places in a training.
 
-    A batch's numbers are those of a new `numpy.random.Philox(key=(seed, first), counter=(0, batch,
+    A batch's numbers are those of a new `numpy.random.Philox(key=(key, first), counter=(0, batch,
     epoch, 0))`. One generator that is moved there takes a thirtieth of the time.
     """
 
@@ -275,14 +275,16 @@ class Draws:
         self._numbers = np.random.Generator(self._philox)
         self._start = self._philox.state
 
-    def at(self, seed: int, first: int, epoch: int, batch: int) -> np.random.Generator:
+    def at(self, key: int, first: int, epoch: int, batch: int) -> np.random.Generator:
         """Return the generator, moved to a batch's first number.
 
         Args:
-            first: the updates that were made before this training. So a second one draws others.
+            key: of the training.
+            first: the updates that were made before it. So a second one draws others, even if
+                nothing has moved torch's generator, from which the key follows.
         """
         inner = self._start["state"]
-        inner["key"][:] = seed % 2**64, first
+        inner["key"][:] = key % 2**64, first
         inner["counter"][:] = 0, batch, epoch, 0
         self._philox.state = self._start
         return self._numbers
@@ -291,19 +293,26 @@ class Draws:
 class AppliedTransforms:
     """Applies transforms to a training's batches.
 
-    Each batch has draws of its own (`Draws`), by the seed of torch's generator on rank 0. So a
-    training that was cut draws the same.
+    Each batch has draws of its own (`Draws`), by the fit's key, as samples have. So a training that
+    was cut draws the same.
 
     Args:
         model: with its compiled settings.
         step: of the training.
         transforms: in their order.
+        key: of the fit. None outside of one: the seed of rank 0's generator.
 
     Attributes:
         first: the updates before the training; a resumed one has those before it was cut.
     """
 
-    def __init__(self, model: Module, step: Step, transforms: Sequence[BatchTransform]) -> None:
+    def __init__(
+        self,
+        model: Module,
+        step: Step,
+        transforms: Sequence[BatchTransform],
+        key: int | None = None,
+    ) -> None:
         compilation = model._fitkit.compilation
         self._model, self._step = model, step
         self._compiled: CompiledStep = step if isinstance(step, CompiledStep) else step.compiled
@@ -323,7 +332,7 @@ class AppliedTransforms:
         self._unpack = unpacker_of(model)
         self._draws = Draws()
         self.first: int = model._fitkit.fit_state.updates
-        self._seed: int | None = None  # a resumed training's is restored when its epoch begins
+        self._key = key
         self._outputs: dict[Hashable, torch.Size] = {}  # the shapes for a batch, by name
         self._is_first = True
 
@@ -342,11 +351,11 @@ class AppliedTransforms:
         Ranks:
             Collective.
         """
-        if self._seed is None:
-            self._seed = int(self._ranks.broadcast(torch.initial_seed()))
+        if self._key is None:
+            self._key = int(self._ranks.broadcast(torch.initial_seed()))
         x, y, weight, put_back = self._taken_apart(self._step.mover(batch))
         whole = WholeBatch(
-            self._draws.at(self._seed, self.first, self._model.current_epoch, index),
+            self._draws.at(self._key, self.first, self._model.current_epoch, index),
             batch.samples,
             batch.total,
             self._ranks,
@@ -433,13 +442,16 @@ class AppliedTransforms:
             )
 
 
-def applied(model: Module, step: Step, given: Iterable[object]) -> AppliedTransforms | None:
+def applied(
+    model: Module, step: Step, given: Iterable[object], key: int | None = None
+) -> AppliedTransforms | None:
     """Return what applies transforms, whatever they were given as; None if none changes batches.
 
     Args:
         model: with its compiled settings.
         step: of the training.
         given: the transforms, in their order.
+        key: of the fit; None outside of one.
     """
     transforms = [one for one in map(as_transform, given) if one.changes_batches]
-    return AppliedTransforms(model, step, transforms) if transforms else None
+    return AppliedTransforms(model, step, transforms, key) if transforms else None

@@ -39,7 +39,7 @@ class BatchChanges(Protocol):
 
 
 def batch_transforms_of(
-    model: Module, step: Step, callbacks: Iterable[object] = ()
+    model: Module, step: Step, callbacks: Iterable[object] = (), *, key: int | None = None
 ) -> BatchChanges | None:
     """Return what changes a model's training batches; None if nothing does.
 
@@ -47,6 +47,8 @@ def batch_transforms_of(
         model: with the transforms of `compile`.
         step: of the training.
         callbacks: of the run. Those that are transforms come first.
+        key: of the fit, from which their draws follow. None for single batches: from the seed of
+            torch's generator.
     """
     given: list[object] = [
         *(callback for callback in callbacks if isinstance(callback, ChangesBatches)),
@@ -56,4 +58,4 @@ def batch_transforms_of(
         return None
     from fitkit.extras.batch_transforms import applied
 
-    return applied(model, step, given)
+    return applied(model, step, given, key)

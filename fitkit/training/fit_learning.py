@@ -70,7 +70,7 @@ class FitLearning:
         strategy.begin_engine(model, self.optimizers)
         self.step: Step = _step(model, arguments, data.source, held_out)
         self.changes: BatchChanges | None = batch_transforms_of(
-            model, self.step, callbacks.callbacks
+            model, self.step, callbacks.callbacks, key=data.draws.key
         )
         resumed = arguments.resumed
         if self.changes is not None and resumed is not None:

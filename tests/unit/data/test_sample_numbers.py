@@ -70,17 +70,23 @@ def test_without_a_fit_the_key_is_of_the_state_in_which_a_pass_begins():
 
 @pytest.mark.parametrize("kind", [Augmented, WithOwn])
 @pytest.mark.parametrize("every", [1, 17])
-def test_the_generators_outside_are_as_if_nothing_had_been_drawn(kind, every):
-    np.random.randn(), random.gauss(0, 1)  # each leaves a second number in store
+@pytest.mark.parametrize("stored", [False, True])
+def test_the_generators_outside_are_as_if_nothing_had_been_drawn(kind, every, stored):
+    fitkit.set_seed(3)
+    np.random.rand(5), random.random()
+    if stored:  # each leaves a second number there
+        np.random.randn(), random.gauss(0, 1)
     dataset = kind(every)
     own = generators_in(dataset)
     before = [one.mark(one.save()) for one in OF_THE_PROCESS], [str(vars(dataset))]
-    stored = np.random.get_state()[3:], random.getstate()[2]
+    whole = np.random.get_state()[1].tolist(), np.random.get_state()[2:], random.getstate()
+    assert whole[1][1] == stored
     states = [g.get_state() for g in own.values() if isinstance(g, torch.Generator)]
     source = make_source(DataLoader(dataset, 8, generator=torch.Generator()))
     list(source.batches(0))
     assert [one.mark(one.save()) for one in OF_THE_PROCESS] == before[0]
-    assert (np.random.get_state()[3:], random.getstate()[2]) == stored
+    now = np.random.get_state()[1].tolist(), np.random.get_state()[2:], random.getstate()
+    assert now == whole
     after = [g.get_state() for g in own.values() if isinstance(g, torch.Generator)]
     assert all(map(torch.equal, states, after))
     with pytest.raises(AttributeError):
@@ -264,6 +270,36 @@ def test_generators_with_one_seed_stay_alike():
     rows = read(DataLoader(Pair(), 4, num_workers=1), 1)[0]
     assert torch.equal(rows[:, 1], rows[:, 2])
     assert not torch.isclose(rows[:, 1], rows[:, 3]).any()
+
+
+class Step:
+    """A transform that has a generator."""
+
+    def __init__(self, seed=4):
+        self.random = random.Random(seed)
+
+    def __call__(self):
+        return self.random.random()
+
+
+class Other(Step):
+    """Another one."""
+
+
+class Pipelines(Pair):
+    """One seed for all steps of an image's transforms, and for those of its mask."""
+
+    def __init__(self):
+        self.of_image, self.of_mask = [Step(), Other(), Step(5)], [Other()]
+
+    def __getitem__(self, index):
+        return torch.tensor([step() for step in (*self.of_image, *self.of_mask)])
+
+
+def test_the_steps_of_a_pipeline_with_one_seed_draw_apart():
+    step, other, seeded_apart, of_mask = read(DataLoader(Pipelines(), 8), 1)[0].T
+    assert torch.equal(other, of_mask)
+    assert len(torch.cat([step, other, seeded_apart]).unique()) == 24
 
 
 def test_the_seed_of_a_sample_is_drawn_outside_of_data():

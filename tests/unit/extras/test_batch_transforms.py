@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import xxhash
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -195,6 +196,30 @@ def test_a_cut_training_draws_the_same_in_a_process_with_another_seed(tmp_path, 
     again = made(transforms, seed=78)
     again.fit(X, Y, batch_size=8, epochs=3, verbose=0, resume_from=tmp_path / "cut.h5")
     assert torch.equal(weights(again), weights(whole))
+
+
+def test_a_batch_draws_by_the_key_of_the_fit_and_its_place():
+    drawn = []
+
+    class Noted(BatchTransform):
+        def apply(self, x, y, whole):
+            drawn.append(whole.numbers.random())
+            return x, y
+
+    model = made([Noted()])
+    for moved in (1, 2):  # the seed is the same, the state isn't
+        torch.rand(moved)
+        state = torch.get_rng_state().numpy().tobytes()
+        key = xxhash.xxh3_64_intdigest(state) % 2**63
+        before = model.global_step
+        model.fit(X, Y, batch_size=13, epochs=2, shuffle=False, verbose=0)
+        places = [
+            np.random.Philox(key=[key, before], counter=[0, batch, epoch, 0])
+            for epoch in range(2)
+            for batch in range(2)
+        ]
+        assert drawn == [np.random.Generator(place).random() for place in places]
+        drawn.clear()
 
 
 def test_the_seed_decides_the_draws():
