@@ -26,10 +26,10 @@ readers know. The page has all of them."""
 
 
 def table(page: str) -> str:
-    """A row for each of `ROWS`: CPU time and calls a step, the quickest first. A compiled step has no calls.
+    """Return a row for each of `ROWS`: CPU time and calls a step, the quickest first.
 
-    Not seconds, which change with the machine's mood between one contender and the next: the ratios
-    of runs that took turns.
+    A compiled step has no calls. The times aren't seconds, which change with the machine's mood
+    between one contender and the next, but ratios of runs that took turns.
     """
     rows: dict[str, tuple[str, str]] = {}
     for line in page.splitlines():
