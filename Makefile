@@ -17,7 +17,7 @@
 #   make bench       the benchmarks                 make bench ARGS="step arrays --quick"
 #   make bench-peers other libraries for them, in an environment of their own
 #   make soak        ranks killed at random moments, resources over many calls: ARGS="--kills 50 --share 1"
-#   make docs        the site, in build/docs        make pictures    what the README shows, made anew
+#   make docs        the site, in build/docs        make pictures    what README and benchmarks show, made anew
 #   make release     sdist and wheel in dist/, checked
 #   make setup       only the virtual environment   make clean       remove it and all that was built
 
@@ -155,6 +155,7 @@ docs: $(STAMP)
 
 pictures: $(STAMP)
 	@$(BIN)/python docs/readme_figures.py
+	@$(BIN)/python docs/make_charts.py
 	@$(BIN)/python docs/make_foreign_names.py
 	@$(BIN)/python docs/make_pictures.py $(ARGS)
 

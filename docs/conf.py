@@ -35,12 +35,15 @@ html_search_scorer = str(Path(__file__).with_name("_static") / "search_order.js"
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 html_title = f"fitkit {release}"
+html_logo = html_favicon = "_static/logo.svg"
 html_show_sourcelink = False
 
 # GitHub's anchors, so that the same links work there and on the site.
 myst_heading_anchors = 4
 
 autodoc_member_order = "bysource"
+# In the contents beside a page: `fit()`, not `Model.fit()`.
+toc_object_entries_show_parents = "hide"
 autodoc_typehints = "signature"
 autodoc_type_aliases = reference.ALIASES
 autodoc_typehints_format = "short"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import re
 import zlib
@@ -18,6 +19,7 @@ from sphinx.util.docutils import SphinxRole
 
 import fitkit.strategies
 import fitkit.typing
+from fitkit.compilation import CompileArguments
 
 INVENTORIES = Path(__file__).parent / "inventories"
 SITES = {
@@ -179,12 +181,25 @@ def union(node: ast.AST) -> Iterator[ast.AST]:
         yield node
 
 
-def readable(signature: str, returns: str | None) -> tuple[str, str | None]:
-    """Return a signature as text, with types that read; `...` stands for what a call leaves out.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "fitkit.Model.compile": {
+        **{field.name: field.default for field in dataclasses.fields(CompileArguments)},
+        "optimizer": "adam",
+        "num_nodes": 1,
+        "gpus": None,
+    }
+}
+"""What `UNSET` means: the values that a first call takes. Three of them say so elsewhere."""
+
+
+def readable(
+    signature: str, returns: str | None, unset: dict[str, Any] | None = None
+) -> tuple[str, str | None]:
+    """Return a signature as text, with types that read and the defaults that `UNSET` stands for.
 
     Example:
-        >>> readable("(x: fitkit.typing.FilePath | Unset = UNSET)", "None")
-        ('(x: str | ~os.PathLike=...)', 'None')
+        >>> readable("(x: fitkit.typing.FilePath | Unset = UNSET)", "None", {"x": "a.h5"})
+        ("(x: str | ~os.PathLike='a.h5')", 'None')
     """
     try:
         arguments = ast.parse(f"def f{signature}: pass").body[0].args
@@ -196,13 +211,19 @@ def readable(signature: str, returns: str | None) -> tuple[str, str | None]:
     for argument in (*everyone, arguments.vararg, arguments.kwarg):
         if argument is not None and argument.annotation is not None:
             argument.annotation = change.visit(argument.annotation)
-    shown = ast.unparse(arguments).replace("=UNSET", "=...")
-    return f"({shown})", result and ast.unparse(change.visit(result))
+    pairs = [*zip(arguments.args[::-1], arguments.defaults[::-1], strict=False)]
+    for argument, default in [
+        *pairs,
+        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+    ]:
+        if isinstance(default, ast.Name) and default.id == "UNSET":
+            default.id = repr((unset or {})[argument.arg])
+    return f"({ast.unparse(arguments)})", result and ast.unparse(change.visit(result))
 
 
 def shorten(app: Any, what: str, name: str, thing: Any, options: Any, *signature: str) -> Any:
     """Return the event `autodoc-process-signature`."""
-    return None if signature[0] is None else readable(*signature)
+    return None if signature[0] is None else readable(*signature, DEFAULTS.get(name))
 
 
 def one_signature(analyze: Any) -> Any:

@@ -1,4 +1,5 @@
 """The site as text, for programs that read: llms.txt, llms-full.txt, and a .md beside each page.
+What a page is about is in its HTML head, too, for searches and previews.
 
 A page is its source, with links that hold on the site. Pages with directives, which are those of
 the reference, are written from what Sphinx made of them.
@@ -10,6 +11,7 @@ import posixpath
 import re
 import shutil
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -167,10 +169,12 @@ def in_order(env: BuildEnvironment, page: str) -> Iterator[str]:
 
 
 def sections(env: BuildEnvironment) -> Iterator[tuple[str, list[str]]]:
-    """Yield the captions of the front page's navigation, each with its pages."""
-    for tree in env.get_doctree(env.config.root_doc).findall(addnodes.toctree):
-        pages = [page for _, name in tree["entries"] for page in in_order(env, name)]
-        yield tree.get("caption") or "Start", pages
+    """Yield the titles of the navigation's groups, each with its pages; first those without one."""
+    groups = [list(in_order(env, page)) for page in env.toctree_includes[env.config.root_doc]]
+    yield "Start", [page for page, *below in groups if not below]
+    for pages in groups:
+        if pages[1:]:
+            yield env.titles[pages[0]].astext(), pages
 
 
 def first_sentence(text: str) -> str:
@@ -178,7 +182,7 @@ def first_sentence(text: str) -> str:
     first = next((p for p in re.split(r"\n\s*\n", text.strip())[1:] if p.strip()), "")
     if not first or first[0] in "#|!`<-:":
         return ""
-    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(first.split()))
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)|\*\*", r"\1", " ".join(first.split()))
     return re.split(r"(?<=[.!?:])\s", plain)[0].rstrip(".:") + "."
 
 
@@ -207,13 +211,20 @@ def write(app: Sphinx, failure: Exception | None) -> None:
 
 
 def point_to(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: object) -> None:
-    """Name the page's text in its HTML head."""
-    if tree is not None:
-        name = posixpath.basename(page)
-        context["metatags"] = (
-            context.get("metatags", "")
-            + f'<link rel="alternate" type="text/markdown" href="{name}.md" />'
-        )
+    """Say in the page's HTML head what it is about, and where its text is."""
+    if tree is None:
+        return
+    source = Path(app.env.doc2path(page)).read_text(encoding="utf-8")
+    about = SUMMARY if page == app.config.root_doc else ABOUT.get(page) or first_sentence(source)
+    title = app.env.titles[page].astext()
+    said = {"og:title": title, "og:site_name": app.config.project, "og:type": "website"}
+    tags = [f'<meta property="{name}" content="{escape(text)}" />' for name, text in said.items()]
+    if about:
+        shown = escape(about.replace("`", ""))
+        tags.append(f'<meta name="description" property="og:description" content="{shown}" />')
+    name = posixpath.basename(page)
+    tags.append(f'<link rel="alternate" type="text/markdown" href="{name}.md" />')
+    context["metatags"] = context.get("metatags", "") + "".join(tags)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -70,7 +70,7 @@ def reference():
     for page in (ROOT / "docs" / "api").glob("*.md"):
         kind = ""
         for line in page.read_text().splitlines():
-            directive = re.match(r"( *)\.\. auto\w+:: (\S+)", line)
+            directive = re.match(r"( *)\.\. auto\w+:: ([\w.]+)", line)
             members = re.match(r" +:members: (.+)", line)
             if directive and not directive[1]:
                 kind = directive[2]

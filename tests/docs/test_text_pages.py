@@ -20,12 +20,6 @@ The front page of a small site. It has two pages.
 :hidden:
 
 first
-```
-
-```{toctree}
-:caption: Reference
-:hidden:
-
 api/index
 ```
 """
@@ -50,7 +44,12 @@ Every function, from its docstring.
 ```{eval-rst}
 .. autofunction:: small_code.double
 ```
+
+```{toctree}
+more
+```
 """
+MORE = '# More\n\nMore of "them".\n'
 CODE = '''
 def double(x: int, times: int = 1) -> int:
     """Return ``x`` doubled.
@@ -71,6 +70,7 @@ def site(tmp_path_factory):
     (source / "index.md").write_text(INDEX)
     (source / "first.md").write_text(FIRST)
     (source / "api" / "index.md").write_text(REFERENCE)
+    (source / "api" / "more.md").write_text(MORE)
     (source / "dot.png").write_bytes((DOCS / "pictures" / "curves.png").read_bytes())
     (home / "notes.txt").write_text("a note")
     (home / "small_code.py").write_text(CODE)
@@ -94,6 +94,7 @@ def test_llms_txt_has_a_title_a_summary_and_sections_of_links(site):
     assert lines[start + 2] == "- [The first page](first.md): Read the reference before."
     about = "Every function, from its docstring."
     assert lines[reference + 2] == f"- [Reference](api/index.md): {about}"
+    assert lines[reference + 3] == '- [More](api/more.md): More of "them".' and lines[:start]
 
 
 def test_every_page_of_the_site_says_what_it_is_about(monkeypatch):
@@ -116,6 +117,14 @@ def test_every_page_has_its_text_beside_it_and_names_it(site):
         name = page.rpartition("/")[2]
         assert f'type="text/markdown" href="{name}.md"' in (site / f"{page}.html").read_text()
     assert "toctree" not in (site / "index.md").read_text()
+
+
+def test_a_page_says_in_its_head_what_it_is_about(site):
+    head = (site / "api" / "more.html").read_text().partition("</head>")[0]
+    assert (
+        'name="description" property="og:description" content="More of &quot;them&quot;."' in head
+    )
+    assert '<meta property="og:title" content="More" />' in head
 
 
 def test_links_in_a_text_lead_to_what_the_site_has(site):
