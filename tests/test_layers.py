@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.house import largest_ring
 
 PACKAGE = Path(__file__).parent.parent / "fitkit"
@@ -168,16 +166,17 @@ def imported_subjects(tree: ast.AST) -> set[str]:
     return found & set(LAYERS)
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.stem)
-def test_a_module_imports_only_from_lower_layers(path):
-    own = subject(path)
-    assert own in LAYERS, f"give {own} a layer"
-    upward = [
-        name
-        for name in imported_subjects(ast.parse(path.read_text())) - {"extras"}
-        if name != own and LAYERS[name] >= LAYERS[own] and (own, name) not in WITHIN_A_LAYER
-    ]
-    assert not upward, f"{path.name} ({own}) imports {upward}"
+def test_a_module_imports_only_from_lower_layers():
+    upward = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        own = subject(path)
+        assert own in LAYERS, f"give {own} a layer"
+        upward += [
+            f"{path.name} ({own}) imports {name}"
+            for name in imported_subjects(ast.parse(path.read_text())) - {"extras"}
+            if name != own and LAYERS[name] >= LAYERS[own] and (own, name) not in WITHIN_A_LAYER
+        ]
+    assert upward == []
 
 
 CORE = [
@@ -187,31 +186,31 @@ CORE = [
 ]
 
 
-@pytest.mark.parametrize("path", CORE, ids=lambda p: p.stem)
-def test_the_core_imports_an_extra_only_where_its_verb_is_called(path):
-    tree = ast.parse(path.read_text())
-    for_types = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for part in node.body
-        for inner in ast.walk(part)
-    }
-    in_functions = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-        for inner in ast.walk(node)
-    }
-    extras = {
-        node: node.module.split(".")[2]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        and (node.module or "").startswith("fitkit.extras.")
-        and node not in for_types
-    }
-    assert extras.keys() <= in_functions
-    assert set(extras.values()) <= FACES.get(str(path.relative_to(PACKAGE)), set())
+def test_the_core_imports_an_extra_only_where_its_verb_is_called():
+    for path in CORE:
+        tree = ast.parse(path.read_text())
+        for_types = {
+            inner
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            for part in node.body
+            for inner in ast.walk(part)
+        }
+        in_functions = {
+            inner
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef)
+            for inner in ast.walk(node)
+        }
+        extras = {
+            node: node.module.split(".")[2]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+            and (node.module or "").startswith("fitkit.extras.")
+            and node not in for_types
+        }
+        assert extras.keys() <= in_functions, path
+        assert set(extras.values()) <= FACES.get(str(path.relative_to(PACKAGE)), set()), path
 
 
 def test_importing_compiling_and_training_import_no_extra():

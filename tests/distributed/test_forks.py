@@ -42,7 +42,6 @@ class Forked(fitkit.callbacks.Callback):
 VERBS = {
     "fit": lambda model, x, **more: model.fit(x, epochs=2, validation_data=x, **more).history,
     "evaluate": fitkit.Model.evaluate,
-    "predict": fitkit.Model.predict,
     "predict_batches": lambda model, x, **more: [*model.predict_batches(x, **more)],
 }
 

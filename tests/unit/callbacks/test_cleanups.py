@@ -154,18 +154,19 @@ def test_a_fit_that_ends_anywhere_leaves_what_one_that_ended_leaves(kind):
     before = state_of(model)
     fit(model, made(kind))
     assert state_of(model) == before
-    for hook in PLACES:
-        for error in (ValueError("planned"), KeyboardInterrupt()):
-            for folder in ("backup", "b"):  # a training that was cut would go on
-                shutil.rmtree(folder, ignore_errors=True)
-            # Early stopping may end the training before the second epoch.
-            ends = Ends(hook, error, at=2 if "epoch" in hook and kind != "EarlyStopping" else 1)
-            callback = made(kind)
-            order = [ends, callback] if isinstance(error, ValueError) else [callback, ends]
-            with pytest.raises(type(error)) as raised:
-                fit(model, *order)
-            assert raised.value is error
-            assert state_of(model) == before, (hook, error)
+    # At each hook one of the errors, at the next one and for the next kind the other.
+    for number, hook in enumerate(PLACES, KINDS.index(kind)):
+        error = (ValueError("planned"), KeyboardInterrupt())[number % 2]
+        for folder in ("backup", "b"):  # a training that was cut would go on
+            shutil.rmtree(folder, ignore_errors=True)
+        # Early stopping may end the training before the second epoch.
+        ends = Ends(hook, error, at=2 if "epoch" in hook and kind != "EarlyStopping" else 1)
+        callback = made(kind)
+        order = [ends, callback] if isinstance(error, ValueError) else [callback, ends]
+        with pytest.raises(type(error)) as raised:
+            fit(model, *order)
+        assert raised.value is error
+        assert state_of(model) == before, (hook, error)
 
 
 def test_a_fit_that_ends_before_its_first_update_leaves_the_optimizers_groups():

@@ -108,7 +108,7 @@ WANTED = {
 )
 def test_what_a_run_leaves_that_is_killed_at_any_step_is_gone_after_the_next(tmp_path, run, kind):
     # Folders take many steps, most of them alike.
-    every = 7 if "dcp" in kind else 3
+    every = 7 if "dcp" in kind else 5
     for number in range(1, 200, every):
         folder = tmp_path / str(number)
         status, _ = run(kind, folder, number)

@@ -73,9 +73,10 @@ DRAWING = {
 }
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("kind", DRAWING)
-def test_the_workers_of_each_rank_and_pass_draw_numbers_of_their_own(kind, training):
+def test_the_workers_of_each_rank_and_pass_draw_numbers_of_their_own(kind):
+    training = list(DRAWING).index(kind) % 2 == 0  # or an evaluation
+
     def read(exchange):
         source = make_source(DRAWING[kind](exchange))
         shard = sharded(source, exchange, training=training, replace_sampler=True, scatter=True)

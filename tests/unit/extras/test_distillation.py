@@ -85,13 +85,10 @@ class Own(fitkit.Model):
         {"jit_compile": TRACED},
         {"jit_compile": TRACED, "steps_per_execution": 3},
         {"kind": Own},
-        {"kind": Own, "jit_compile": TRACED},
         {"accumulate_grad_batches": 4},
         {"devices": 2, "strategy": "dp"},
         {"devices": 2, "strategy": "ddp_spawn"},
-        {"devices": 2, "strategy": "ddp_sharded"},
         {"devices": 2, "strategy": "fsdp"},
-        {"devices": 2, "strategy": "ddp_spawn", "jit_compile": TRACED},
     ],
     ids=str,
 )

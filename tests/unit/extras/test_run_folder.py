@@ -229,16 +229,17 @@ class Accuracies(fitkit.Model):
 
 
 @pytest.mark.parametrize(
-    ("kind", "data", "given", "best_by"),
+    ("kind", "data", "given", "best_by", "validation_freq"),
     [
-        (fitkit.Model, {"day": (X, Y), "night": (X, -Y)}, None, "val_day_loss"),
-        (fitkit.Model, {"day": (X, Y), "night": (X, -Y)}, "val_night_loss", "val_night_loss"),
-        (fitkit.Model, (X, Y), None, "val_loss"),
-        (fitkit.Model, None, None, "loss"),
-        (Accuracies, (X, Y), None, "loss"),
+        (fitkit.Model, {"day": (X, Y), "night": (X, -Y)}, None, "val_day_loss", 1),
+        (fitkit.Model, {"day": (X, Y), "night": (X, -Y)}, "val_night_loss", "val_night_loss", 1),
+        (fitkit.Model, (X, Y), None, "val_loss", 1),
+        (fitkit.Model, (X, Y), None, "val_loss", 2),
+        (fitkit.Model, (X, Y), None, "val_loss", 0.5),
+        (fitkit.Model, None, None, "loss", 1),
+        (Accuracies, (X, Y), None, "loss", 0.5),
     ],
 )
-@pytest.mark.parametrize("validation_freq", [1, 2, 0.5])
 def test_the_best_weights_are_chosen_by_a_value_that_there_is(
     kind, data, given, best_by, validation_freq, tmp_path
 ):

@@ -24,8 +24,11 @@ WAYS = [
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("of_classes", [None, OF_CLASSES], ids=["", "class weights"])
-@pytest.mark.parametrize("of_samples", [None, OF_SAMPLES], ids=["", "sample weights"])
+@pytest.mark.parametrize(
+    ("of_classes", "of_samples"),
+    [(OF_CLASSES, None), (OF_CLASSES, OF_SAMPLES)],
+    ids=["class weights", "class and sample weights"],
+)
 def test_smoothed_shares_train_weigh_and_count_as_torch_does(way, of_classes, of_samples):
     options = {"weight": of_classes, "label_smoothing": 0.1}
     plain = linear(5, 3).double()

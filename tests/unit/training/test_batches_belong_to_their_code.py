@@ -232,11 +232,12 @@ def given(kind, parts):
     return named, {"x": x, "batch_size": SIZE}, data
 
 
-@pytest.mark.parametrize("kind", DATA)
-@pytest.mark.parametrize("writer", ["loss", "metric", "net", "hook", "transform", "own steps"])
-@pytest.mark.parametrize("first", [0, 1])
-def test_no_write_reaches_the_users_memory_or_another_batch(writer, kind, first):
-    parts = memory(first)
+@pytest.mark.parametrize(("number", "kind"), enumerate(DATA))
+@pytest.mark.parametrize(
+    ("turn", "writer"), enumerate(["loss", "metric", "net", "hook", "transform", "own steps"])
+)
+def test_no_write_reaches_the_users_memory_or_another_batch(writer, kind, number, turn):
+    parts = memory((number + turn) % 2)
     before = copy.deepcopy(parts)
     whole, inputs, held_out = given(kind, parts)
     model, plain = compiled(writer), Plain(writer)
@@ -425,8 +426,7 @@ def test_a_batch_of_arrays_is_as_if_it_were_alone(shuffle, steps):
     assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("kind", ["arrays", "a list of batches"])
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize(("kind", "steps"), [("arrays", 4), ("a list of batches", 1)])
 def test_compiled_steps_write_into_their_own(kind, steps):
     x, y = nets.normal(4 * ROWS, 4), nets.normal(4 * ROWS, 3, seed=1)
     parts, before = (x, y), (x.clone(), y.clone())

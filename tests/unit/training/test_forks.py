@@ -118,7 +118,7 @@ def has_only(before):
 
 
 # The others begin their processes as these do.
-OFTEN = ("fit", "persistent workers", "generator", "evaluate", "predict in fit")
+OFTEN = ("fit", "generator", "predict in fit")
 
 
 @pytest.mark.parametrize(

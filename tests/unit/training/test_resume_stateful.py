@@ -124,8 +124,11 @@ def fit(model, make_data, **options):
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("steps", [None, 5], ids=["whole passes", "cut from a stream"])
-@pytest.mark.parametrize("batch", [None, 2], ids=["epoch's end", "mid-epoch"])
+@pytest.mark.parametrize(
+    ("steps", "batch"),
+    [(None, 2), (5, None)],
+    ids=["whole passes, mid-epoch", "cut from a stream, epoch's end"],
+)
 @pytest.mark.parametrize("data", DATA, ids=str)
 def test_a_loader_goes_on_by_its_own_state(tmp_path, data, batch, steps):
     path = tmp_path / "cut.h5"

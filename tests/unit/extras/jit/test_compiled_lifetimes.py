@@ -42,7 +42,7 @@ def trained(kind, net, options):
     ("kind", "net", "options"),
     [
         (fitkit.Model, normed, {}),
-        (OwnStep, normed, {}),
+        pytest.param(OwnStep, normed, {}, marks=pytest.mark.slow),
         (fitkit.Model, Branching, {}),  # given up
     ],
 )

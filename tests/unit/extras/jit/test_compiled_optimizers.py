@@ -224,7 +224,7 @@ def hows(kind):
     return [how for how in HOW if kind is not optim.SparseAdam or "clipped" not in how]
 
 
-FAST = ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Muon", "LBFGS")
+FAST = ("Adam", "SGD", "Muon", "LBFGS")
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "name"), REFUSED)
+@pytest.mark.parametrize(("kind", "name"), REFUSED[::5])  # each way, some classes
 def test_what_torch_refuses_is_refused_in_its_words(kind, name):
     errors = []
     for how in (False, {"backend": "eager"}):

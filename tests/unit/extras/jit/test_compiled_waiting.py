@@ -144,9 +144,9 @@ def check(net, options, steps, jit_compile):
 
 @pytest.mark.parametrize(
     ("net", "options"),
-    [*((net, "plain") for net in ("LSTM", "branches", "a mean of all batches")),
+    [*((net, "plain") for net in ("LSTM", "branches")),
      *(pytest.param(net, "plain", marks=pytest.mark.slow)
-       for net in ("GRU", "RNN", "learns more later")),
+       for net in ("GRU", "RNN", "learns more later", "a mean of all batches")),
      *(pytest.param("branches", one, marks=pytest.mark.slow) for one in list(OPTIONS)[1:]),
      ("GRU", "a rate for each step"), ("learns more later", WEIGHED),
      ("a mean of all batches", "clipping")],
