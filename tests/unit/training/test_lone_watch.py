@@ -1,4 +1,4 @@
-"""One process's calls are watched by a thread, and not those that several ranks watch themselves."""
+"""One process's calls are watched by a thread, and not those that ranks watch themselves."""
 
 import time
 
