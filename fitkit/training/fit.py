@@ -385,13 +385,21 @@ class Fit:
             context,
             callbacks,
             Learning(self.update, learn, record, after_first),
-            lambda index: LazyLogs(record.results, record.loss.last, record.loss.last_count),
+            lambda index: LazyLogs(
+                partial(self._read, record, epoch, index), record.loss.last, record.loss.last_count
+            ),
             group=self.group_size,
             done=done,
             looks=self.plan.interval is not None
             or self.stopping.asks
             or users_look(callbacks, TRAINING),
         )
+
+    def _read(self, record: Logbook, epoch: int, index: int) -> Values:
+        """Return an epoch's values so far, which somebody reads, and warn of them."""
+        values = record.results()
+        self._warn_of_non_finite(f"In epoch {epoch + 1}, by batch {index}, ", values)
+        return values
 
     def _values_of_epoch(
         self, epoch: int, callbacks: CallbackList, record: Logbook, *, steps: int
@@ -421,7 +429,7 @@ class Fit:
         """Give an epoch's values to schedulers and callbacks, which may add their own."""
         if epoch == self.arguments.initial_epoch:
             self._tell_wait()
-        self._warn_of_non_finite(epoch, values)
+        self._warn_of_non_finite(f"In epoch {epoch + 1} ", values)
         self.rates.after_epoch(epoch, values, self.seen_values)
         self.logs = values
         place, self.running = self.progress, None
@@ -433,8 +441,8 @@ class Fit:
             self.has_warned_of_empty = warn_of_empty(values, f"In epoch {epoch + 1}")
         self.stopping.agreed()
 
-    def _warn_of_non_finite(self, epoch: int, logs: Values) -> None:
-        """Warn once, on rank 0, that a loss isn't finite."""
+    def _warn_of_non_finite(self, when: str, logs: Values) -> None:
+        """Warn once, on rank 0, that a loss isn't finite, and where the data aren't."""
         if self.has_warned_of_non_finite or self.collectives.rank:
             return
         losses = [validation_name("loss", name) for name in self.held_out]
@@ -445,7 +453,7 @@ class Fit:
             self.has_warned_of_non_finite = True
             where = first_bad_of(self)
             data = "" if where is None else f" In the data, {where}."
-            warn(f"In epoch {epoch + 1} {sentence}{data}")
+            warn(f"{when}{sentence}{data}")
 
     def _tell_wait(self) -> None:
         """Note how long the first epoch waited for data; say it, on rank 0, if that was long."""
