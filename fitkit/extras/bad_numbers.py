@@ -60,24 +60,32 @@ def indices_of(run: Any, number: int, place: int) -> list[int] | None:
     Ranks:
         Collective.
     """
-    found = next(_replayed(run, number, place), None)
+    found = next(_replayed(run, number, place, run.progress.began[0]), None)
     return None if found is None else found.tolist()
 
 
-def indices_of_pass(run: Any, number: int) -> list[Any] | None:
-    """Return the indices of the samples that this rank has in each batch of a pass: int64 (B,).
+def indices_of_pass(run: Any, number: int, began: Any, places: range) -> dict[int, Any]:
+    """Return the indices of the samples that this rank has in some batches of a pass: int64 (B,).
+
+    Args:
+        run, number: as for `indices_of`.
+        began: the random state in which the pass began.
+        places: of the batches among this rank's.
+
+    Returns:
+        By place; none for data whose order can't be known.
 
     Ranks:
         Collective.
     """
-    found = list(_replayed(run, number, 0))
-    return None if not found or any(one is None for one in found) else found
+    batches = _replayed(run, number, places.start * run.progress.shares, began)
+    found = zip(places, batches, strict=False)
+    return {place: indices for place, indices in found if indices is not None}
 
 
-def _replayed(run: Any, number: int, place: int) -> Iterator[torch.Tensor | None]:
+def _replayed(run: Any, number: int, place: int, began: Any) -> Iterator[torch.Tensor | None]:
     """Yield the indices of a pass's batches from `place` on; None for one that can't be known."""
     source = _numbered(run.source.whole)
-    (began,) = run.progress.began
     if source is None or began is None:
         return
     mine = rank_source(run.model, source, training=True, samples_of=samples_of)

@@ -39,8 +39,9 @@ class RunSteps:
     def __init__(self) -> None:
         self.rows: np.ndarray[Any, np.dtype[np.void]] = np.zeros(0, ROW)
         self._losses = BatchLosses()
-        self._batches: list[tuple[int, int, float]] = []  # their number, the update, the rate
-        self._pass = 0
+        # Of each batch: its number, the update, the rate, the pass and its place in it.
+        self._batches: list[tuple[int, int, float, int, int]] = []
+        self._began: dict[int, Any] = {}  # of each pass, the random state in which it began
 
     def add(self, model: Any, batch: int, logs: Logs) -> None:
         """Note a batch, after its step."""
@@ -48,18 +49,23 @@ class RunSteps:
         assert run is not None
         self._losses.add(batch, logs)
         update = state.updates + (not run.is_between_updates)
-        self._batches.append((batch, update, float(state.groups[0]["lr"])))
-        self._pass = run.progress.number
+        progress = run.progress
+        place = -(-progress.batches // progress.shares) - 1  # among this rank's
+        rate = float(state.groups[0]["lr"])
+        self._batches.append((batch, update, rate, progress.number, place))
+        if progress.number not in self._began:
+            self._began[progress.number] = progress.began[0]
 
     def state(self) -> list[Any]:
         """Return what has been noted of this epoch, as plain data."""
-        return [[list(one) for one in self._batches], self._losses.state(), self._pass]
+        batches = [list(one) for one in self._batches]
+        return [batches, self._losses.state(), [list(one) for one in self._began.items()]]
 
     def restore(self, state: list[Any]) -> None:
         """Go on from what `state` returned."""
-        self._batches = [(int(b), int(u), float(r)) for b, u, r in state[0]]
+        self._batches = [(int(b), int(u), float(r), int(n), int(p)) for b, u, r, n, p in state[0]]
         self._losses.restore(state[1])
-        self._pass = int(state[2])
+        self._began = {int(number): began for number, began in state[2]}
 
     def end_epoch(self, model: Any, epoch: int) -> None:
         """Make an epoch's rows of what was noted.
@@ -70,15 +76,17 @@ class RunSteps:
         run: Any = run_of(model)
         batches, self._batches = self._batches, []
         losses = {batch: loss for batch, loss in self._losses.take() if loss is not EMPTY_MEAN}
-        by_steps = run.arguments.steps_per_epoch is not None
-        indices = None if by_steps else indices_of_pass(run, self._pass)
-        mine = [
-            (losses.get(b), 0 if indices is None or b >= len(indices) else _digest(indices[b]))
-            for b, _, _ in batches
-        ]
+        known: dict[tuple[int, int], int] = {}
+        for number, began in self._began.items():
+            of_pass = [place for *_, of, place in batches if of == number]
+            places = range(min(of_pass, default=0), max(of_pass, default=-1) + 1)
+            indices = indices_of_pass(run, number, began, places)
+            known.update({(number, place): _digest(one) for place, one in indices.items()})
+        self._began.clear()
+        mine = [(losses.get(b), known.get((n, place), 0)) for b, _, _, n, place in batches]
         found = [one for one in from_all_ranks(model, mine) if len(one) == len(batches)]
         updates: dict[int, tuple[list[float], int, float]] = {}
-        for at, (_, update, rate) in enumerate(batches):
+        for at, (_, update, rate, *_) in enumerate(batches):
             values, digest, first = updates.get(update, ([], 0, rate))
             losses_here: list[Any] = [one[at][0] for one in found]
             values += [loss for loss in losses_here if loss is not None]

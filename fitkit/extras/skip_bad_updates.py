@@ -55,8 +55,8 @@ class SkipBadUpdates(Callback):
         skipped: for each update that was left out a dict of `epoch` and `batch` (from 0), `rank`,
             and `indices` of the samples, or None where the data don't tell. Where the batch isn't
             known (only a gradient isn't finite, and the data are), `indices` are all of the
-            update's, and `rank` is None on several ranks. So has `history.skipped`. The epoch's logs have their number as
-            `skipped`.
+            update's, and `rank` is None on several ranks. So has `history.skipped`. The epoch's
+            logs have their number as `skipped`.
 
     Example:
         >>> import torch, fitkit

@@ -197,7 +197,10 @@ def test_without_end_it_raises_with_the_place():
     x[BAD:] = math.nan
     model = fitkit.Model(net(""))
     model.compile("sgd", "mse", accelerator="cpu", devices=1)
-    with pytest.warns(UserWarning), pytest.raises(NonFiniteError, match="x of sample 28 is nan"):
+    with (
+        pytest.warns(UserWarning, match="left out"),
+        pytest.raises(NonFiniteError, match="x of sample 28 is nan"),
+    ):
         model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks="skip_bad_updates")
 
 
