@@ -81,7 +81,8 @@ class RunSteps:
             of_pass = [place for *_, of, place in batches if of == number]
             places = range(min(of_pass, default=0), max(of_pass, default=-1) + 1)
             indices = indices_of_pass(run, number, began, places)
-            known.update({(number, place): _digest(one) for place, one in indices.items()})
+            for place, digest in zip(indices, _digests([*indices.values()]), strict=True):
+                known[number, place] = digest
         self._began.clear()
         mine = [(losses.get(b), known.get((n, place), 0)) for b, _, _, n, place in batches]
         found = [one for one in from_all_ranks(model, mine) if len(one) == len(batches)]
@@ -109,12 +110,18 @@ class RunSteps:
             file.write(content)
 
 
-def _digest(indices: Any) -> int:
-    """Return a digest of a batch's samples; those of its parts add up to that of the whole."""
-    x = np.asarray(indices, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+def _digests(batches: list[torch.Tensor]) -> list[int]:
+    """Return a digest of each batch's samples; those of its parts add up to that of the whole."""
+    if not batches:
+        return []
+    x = torch.cat(batches).numpy().astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)  # splitmix64, of Steele et al., 2014
-    return int((x ^ (x >> np.uint64(31))).sum(dtype=np.uint64))
+    sums = np.zeros(len(x) + 1, np.uint64)
+    np.cumsum(x ^ (x >> np.uint64(31)), out=sums[1:])
+    ends = np.cumsum([0, *map(len, batches)])
+    found: list[int] = (sums[ends[1:]] - sums[ends[:-1]]).tolist()
+    return found
 
 
 def _digest_of_weights(model: Any) -> int:
