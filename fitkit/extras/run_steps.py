@@ -86,17 +86,19 @@ class RunSteps:
         self._began.clear()
         mine = [(losses.get(b), known.get((n, place), 0)) for b, _, _, n, place in batches]
         found = [one for one in from_all_ranks(model, mine) if len(one) == len(batches)]
-        updates: dict[int, tuple[list[float], int, float]] = {}
-        for at, (_, update, rate, *_) in enumerate(batches):
-            values, digest, first = updates.get(update, ([], 0, rate))
-            losses_here: list[Any] = [one[at][0] for one in found]
-            values += [loss for loss in losses_here if loss is not None]
-            digest = (digest + sum(one[at][1] for one in found)) % 2**64
-            updates[update] = values, digest, first
+        numbers = np.array([update for _, update, *_ in batches], np.int64)
+        updates, firsts, at = np.unique(numbers, return_index=True, return_inverse=True)
         rows = np.zeros(len(updates), ROW)
-        for at, (update, (values, digest, rate)) in enumerate(updates.items()):
-            mean = sum(values) / len(values) if values else np.nan
-            rows[at] = update, epoch, mean, rate, digest, 0
+        rows["update"], rows["epoch"] = updates, epoch
+        rows["rate"] = np.array([rate for _, _, rate, *_ in batches], np.float64)[firsts]
+        total, count = np.zeros(len(updates)), np.zeros(len(updates))
+        for one in found:
+            there = [loss is not None for loss, _ in one]
+            np.add.at(total, at, [0.0 if loss is None else loss for loss, _ in one])
+            np.add.at(count, at, there)
+            np.add.at(rows["samples"], at, np.array([digest for _, digest in one], np.uint64))
+        with np.errstate(invalid="ignore"):  # an update without a loss has none
+            rows["loss"] = total / count
         if len(rows):
             rows["weights"][-1] = _digest_of_weights(model)
         self.rows = np.concatenate([self.rows[self.rows["epoch"] < epoch], rows])
@@ -119,7 +121,7 @@ def _digests(batches: list[torch.Tensor]) -> list[int]:
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)  # splitmix64, of Steele et al., 2014
     sums = np.zeros(len(x) + 1, np.uint64)
     np.cumsum(x ^ (x >> np.uint64(31)), out=sums[1:])
-    ends = np.cumsum([0, *map(len, batches)])
+    ends = np.cumsum([0, *(one.shape[0] for one in batches)])
     found: list[int] = (sums[ends[1:]] - sums[ends[:-1]]).tolist()
     return found
 
