@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import math
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -16,6 +19,9 @@ from fitkit.random_states import kept_random_numbers, set_random_state
 from fitkit.samples import samples_of
 from fitkit.seams.callbacks import ArraySource, rank_source
 from fitkit.seams.data import LoaderSource, Source, reads_by_index
+
+SEARCHED_S = 5.0
+"""So long a data set is searched for a number that isn't finite, where the batch isn't known."""
 
 SHOWN = 8
 """Of more samples than so many, the first are named."""
@@ -54,24 +60,32 @@ def indices_of(run: Any, number: int, place: int) -> list[int] | None:
     Ranks:
         Collective.
     """
-    found = next(_replayed(run, number, place), None)
+    found = next(_replayed(run, number, place, run.progress.began[0]), None)
     return None if found is None else found.tolist()
 
 
-def indices_of_pass(run: Any, number: int) -> list[Any] | None:
-    """Return the indices of the samples that this rank has in each batch of a pass: int64 (B,).
+def indices_of_pass(run: Any, number: int, began: Any, places: range) -> dict[int, Any]:
+    """Return the indices of the samples that this rank has in some batches of a pass: int64 (B,).
+
+    Args:
+        run, number: as for `indices_of`.
+        began: the random state in which the pass began.
+        places: of the batches among this rank's.
+
+    Returns:
+        By place; none for data whose order can't be known.
 
     Ranks:
         Collective.
     """
-    found = list(_replayed(run, number, 0))
-    return None if not found or any(one is None for one in found) else found
+    batches = _replayed(run, number, places.start * run.progress.shares, began)
+    found = zip(places, batches, strict=False)
+    return {place: indices for place, indices in found if indices is not None}
 
 
-def _replayed(run: Any, number: int, place: int) -> Iterator[torch.Tensor | None]:
+def _replayed(run: Any, number: int, place: int, began: Any) -> Iterator[torch.Tensor | None]:
     """Yield the indices of a pass's batches from `place` on; None for one that can't be known."""
     source = _numbered(run.data.source.whole)
-    (began,) = run.progress.began
     if source is None or began is None:
         return
     mine = rank_source(run.model, source, training=True, samples_of=samples_of)
@@ -187,7 +201,7 @@ def first_bad_of(run: Any, indices: list[int] | None = None) -> str | None:
     Args:
         run: the running fit.
         indices: of the samples that are looked at, which a data set reads once more. None for all,
-            where they are in memory.
+            where they are in memory, or as many as a data set gives in `SEARCHED_S`.
     """
     whole = run.data.source.whole
     if isinstance(whole, ArraySource):
@@ -197,12 +211,18 @@ def first_bad_of(run: Any, indices: list[int] | None = None) -> str | None:
     if not isinstance(whole, LoaderSource):
         return None
     dataset: Any = whole.loader.dataset
-    if indices is None:
-        return first_bad(dataset.tensors) if type(dataset) is TensorDataset else None
-    for index in indices:
-        sample = trees.map_leaves(lambda leaf: _as_row(leaf), dataset[index])
-        if (found := first_bad(sample, [index])) is not None:
-            return found
+    if type(dataset) is TensorDataset and indices is None:
+        return first_bad(dataset.tensors)
+    if indices is None and (whole.is_stream or not hasattr(dataset, "__len__")):
+        return None
+    end = time.monotonic() + (SEARCHED_S if indices is None else math.inf)
+    with kept_random_numbers(), contextlib.suppress(Exception):  # its indices may be others
+        for index in range(len(dataset)) if indices is None else indices:
+            sample = trees.map_leaves(_as_row, dataset[index])
+            if (found := first_bad(sample, [index])) is not None:
+                return found
+            if time.monotonic() > end:
+                break
     return None
 
 

@@ -35,6 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
     verify.add_argument("--devices", type=int, default=2, help="processes (default 2)")
     verify.add_argument("--updates", type=int, default=3, help="updates of each run (default 3)")
     verify.add_argument("--jit-compile", action="store_true", help="run torch.compile, too")
+    verify.add_argument(
+        "--against", choices=["cpu"], help="compare the device with the CPU, too, by module"
+    )
     verify.add_argument("source", metavar="script", help="a Python script that calls fit")
     verify.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="…", help="the script's own arguments"
@@ -87,6 +90,7 @@ def _verify(given: argparse.Namespace) -> int:
             devices=given.devices,
             updates=given.updates,
             jit_compile=given.jit_compile or None,
+            against=given.against,
         )
     except FitkitError as error:
         print(" ".join(str(error).split()), file=sys.stderr)

@@ -39,8 +39,9 @@ class RunSteps:
     def __init__(self) -> None:
         self.rows: np.ndarray[Any, np.dtype[np.void]] = np.zeros(0, ROW)
         self._losses = BatchLosses()
-        self._batches: list[tuple[int, int, float]] = []  # their number, the update, the rate
-        self._pass = 0
+        # Of each batch: its number, the update, the rate, the pass and its place in it.
+        self._batches: list[tuple[int, int, float, int, int]] = []
+        self._began: dict[int, Any] = {}  # of each pass, the random state in which it began
 
     def add(self, model: Any, batch: int, logs: Logs) -> None:
         """Note a batch, after its step."""
@@ -48,18 +49,23 @@ class RunSteps:
         assert run is not None
         self._losses.add(batch, logs)
         update = state.updates + (not run.is_between_updates)
-        self._batches.append((batch, update, float(state.groups[0]["lr"])))
-        self._pass = run.progress.number
+        progress = run.progress
+        place = -(-progress.batches // progress.shares) - 1  # among this rank's
+        rate = float(state.groups[0]["lr"])
+        self._batches.append((batch, update, rate, progress.number, place))
+        if progress.number not in self._began:
+            self._began[progress.number] = progress.began[0]
 
     def state(self) -> list[Any]:
         """Return what has been noted of this epoch, as plain data."""
-        return [[list(one) for one in self._batches], self._losses.state(), self._pass]
+        batches = [list(one) for one in self._batches]
+        return [batches, self._losses.state(), [list(one) for one in self._began.items()]]
 
     def restore(self, state: list[Any]) -> None:
         """Go on from what `state` returned."""
-        self._batches = [(int(b), int(u), float(r)) for b, u, r in state[0]]
+        self._batches = [(int(b), int(u), float(r), int(n), int(p)) for b, u, r, n, p in state[0]]
         self._losses.restore(state[1])
-        self._pass = int(state[2])
+        self._began = {int(number): began for number, began in state[2]}
 
     def end_epoch(self, model: Any, epoch: int) -> None:
         """Make an epoch's rows of what was noted.
@@ -70,24 +76,29 @@ class RunSteps:
         run: Any = run_of(model)
         batches, self._batches = self._batches, []
         losses = {batch: loss for batch, loss in self._losses.take() if loss is not EMPTY_MEAN}
-        by_steps = run.arguments.steps_per_epoch is not None
-        indices = None if by_steps else indices_of_pass(run, self._pass)
-        mine = [
-            (losses.get(b), 0 if indices is None or b >= len(indices) else _digest(indices[b]))
-            for b, _, _ in batches
-        ]
+        known: dict[tuple[int, int], int] = {}
+        for number, began in self._began.items():
+            of_pass = [place for *_, of, place in batches if of == number]
+            places = range(min(of_pass, default=0), max(of_pass, default=-1) + 1)
+            indices = indices_of_pass(run, number, began, places)
+            for place, digest in zip(indices, _digests([*indices.values()]), strict=True):
+                known[number, place] = digest
+        self._began.clear()
+        mine = [(losses.get(b), known.get((n, place), 0)) for b, _, _, n, place in batches]
         found = [one for one in from_all_ranks(model, mine) if len(one) == len(batches)]
-        updates: dict[int, tuple[list[float], int, float]] = {}
-        for at, (_, update, rate) in enumerate(batches):
-            values, digest, first = updates.get(update, ([], 0, rate))
-            losses_here: list[Any] = [one[at][0] for one in found]
-            values += [loss for loss in losses_here if loss is not None]
-            digest = (digest + sum(one[at][1] for one in found)) % 2**64
-            updates[update] = values, digest, first
+        numbers = np.array([update for _, update, *_ in batches], np.int64)
+        updates, firsts, at = np.unique(numbers, return_index=True, return_inverse=True)
         rows = np.zeros(len(updates), ROW)
-        for at, (update, (values, digest, rate)) in enumerate(updates.items()):
-            mean = sum(values) / len(values) if values else np.nan
-            rows[at] = update, epoch, mean, rate, digest, 0
+        rows["update"], rows["epoch"] = updates, epoch
+        rows["rate"] = np.array([rate for _, _, rate, *_ in batches], np.float64)[firsts]
+        total, count = np.zeros(len(updates)), np.zeros(len(updates))
+        for one in found:
+            there = [loss is not None for loss, _ in one]
+            np.add.at(total, at, [0.0 if loss is None else loss for loss, _ in one])
+            np.add.at(count, at, there)
+            np.add.at(rows["samples"], at, np.array([digest for _, digest in one], np.uint64))
+        with np.errstate(invalid="ignore"):  # an update without a loss has none
+            rows["loss"] = total / count
         if len(rows):
             rows["weights"][-1] = _digest_of_weights(model)
         self.rows = np.concatenate([self.rows[self.rows["epoch"] < epoch], rows])
@@ -101,12 +112,18 @@ class RunSteps:
             file.write(content)
 
 
-def _digest(indices: Any) -> int:
-    """Return a digest of a batch's samples; those of its parts add up to that of the whole."""
-    x = np.asarray(indices, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+def _digests(batches: list[torch.Tensor]) -> list[int]:
+    """Return a digest of each batch's samples; those of its parts add up to that of the whole."""
+    if not batches:
+        return []
+    x = torch.cat(batches).numpy().astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)  # splitmix64, of Steele et al., 2014
-    return int((x ^ (x >> np.uint64(31))).sum(dtype=np.uint64))
+    sums = np.zeros(len(x) + 1, np.uint64)
+    np.cumsum(x ^ (x >> np.uint64(31)), out=sums[1:])
+    ends = np.cumsum([0, *(one.shape[0] for one in batches)])
+    found: list[int] = (sums[ends[1:]] - sums[ends[:-1]]).tolist()
+    return found
 
 
 def _digest_of_weights(model: Any) -> int:

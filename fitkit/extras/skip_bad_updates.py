@@ -6,13 +6,13 @@ import copy
 import math
 from collections import deque
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fitkit.arguments import check_choice, check_count, check_number
 from fitkit.errors import ConfigurationError, warn
-from fitkit.extras.bad_numbers import first_bad, indices_of, named_samples
+from fitkit.extras.bad_numbers import first_bad, first_bad_of, indices_of, named_samples
 from fitkit.extras.watches import LEAST_SPREAD, NORMAL, NonFiniteError
 from fitkit.seams.callbacks import Callback, Logs, from_all_ranks, run_of
 from fitkit.seams.data import Batch
@@ -20,6 +20,15 @@ from fitkit.seams.optimizers import uses_closure
 
 WINDOW = 50
 """Updates whose losses are compared; spikes are found from half of them on."""
+
+
+class Found(NamedTuple):
+    """What is bad: samples, a number of the data, the rank that had them, and how it showed."""
+
+    indices: list[int] | None
+    where: str | None
+    rank: int | None
+    what: str
 
 
 class SkipBadUpdates(Callback):
@@ -44,8 +53,10 @@ class SkipBadUpdates(Callback):
 
     Attributes:
         skipped: for each update that was left out a dict of `epoch` and `batch` (from 0), `rank`,
-            and `indices` of the samples, or None where the data don't tell. So has
-            `history.skipped`. The epoch's logs have their number as `skipped`.
+            and `indices` of the samples, or None where the data don't tell. Where the batch isn't
+            known (only a gradient isn't finite, and the data are), `indices` are all of the
+            update's, and `rank` is None on several ranks. So has `history.skipped`. The epoch's
+            logs have their number as `skipped`.
 
     Example:
         >>> import torch, fitkit
@@ -87,6 +98,7 @@ class SkipBadUpdates(Callback):
         self.skipped: list[dict[str, Any]] = []
         self._run: Any = None
         self._noted: dict[int, list[tuple[int, int, Batch, float]]] = {}
+        self._places: list[tuple[int, int]] = []  # of the update's batches
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._losses: deque[float] = deque(maxlen=WINDOW)
         self._row = self._in_epoch = 0
@@ -94,7 +106,14 @@ class SkipBadUpdates(Callback):
         self._is_restored = self._has_told = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_run": None, "_noted": {}, "_buffers": [], "_copy": None}
+        return {
+            **super().__getstate__(),
+            "_run": None,
+            "_noted": {},
+            "_places": [],
+            "_buffers": [],
+            "_copy": None,
+        }
 
     # ------------------------------------------------------------------ hooks
 
@@ -119,7 +138,7 @@ class SkipBadUpdates(Callback):
             why = "training_step makes its updates itself (automatic_optimization = False)"
         elif any(map(uses_closure, optimizers)):
             why = "the optimizer computes the loss itself, several times in an update"
-        elif compilation.strategy.engine is not None:
+        elif (engine := compilation.strategy.engine) is not None and not engine.may_leave_out:
             why = f"strategy={compilation.strategy.name!r} makes the updates itself"
         elif self.spikes is not None and compilation.given.jit_compile:
             why = (
@@ -132,7 +151,12 @@ class SkipBadUpdates(Callback):
         self._in_epoch = sum(one["epoch"] == epoch for one in self.skipped)
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        if self._run is None or not self._run.is_between_updates:
+        if self._run is None:
+            return
+        if self._run.is_between_updates:
+            self._places.clear()
+        self._places.append(self._place())
+        if not self._run.is_between_updates:
             return
         held = self.model._fitkit.compilation.trained(self.model).modules()
         buffers = {id(b): b for part in held for b in part._buffers.values() if b is not None}
@@ -227,44 +251,59 @@ class SkipBadUpdates(Callback):
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)
-        found, rank = self._found(noted, bad)
+        found = self._found(noted, bad)
         batch = self._run.progress.steps
-        entry = {"epoch": model.current_epoch, "batch": batch, "rank": rank, "indices": found[0]}
+        entry = {
+            "epoch": model.current_epoch,
+            "batch": batch,
+            "rank": found.rank,
+            "indices": found.indices,
+        }
         self.skipped.append(entry)
         self._in_epoch += 1
         self._row += 1
         if not self._has_told and model.is_global_zero:
-            what = f"its loss jumped to {spike:.4g}" if math.isfinite(spike) else found[2]
-            data = "" if found[1] is None else f" In the data, {found[1]}."
+            what = f"its loss jumped to {spike:.4g}" if math.isfinite(spike) else found.what
+            data = "" if found.where is None else f" In the data, {found.where}."
+            samples = named_samples(found.indices)
+            if found.rank is not None:
+                samples += f", rank {found.rank}"
             warn(
                 f"The update of epoch {model.current_epoch + 1}, batch {batch} was left out: "
-                f"{what} ({named_samples(found[0])}, rank {rank}).{data} Others like it are "
-                "counted in `skipped`."
+                f"{what} ({samples}).{data} Others like it are counted in `skipped`."
             )
         self._has_told = True
         if self._row >= self.in_a_row:
-            self._act(found[1])
+            self._act(found.where)
 
-    def _found(self, noted: list[Any], bad: int | None) -> tuple[tuple[Any, Any, str], int]:
-        """Return the samples and the data of the worst batch, on the first rank that has one.
+    def _found(self, noted: list[Any], bad: int | None) -> Found:
+        """Return which batch is bad, on the first rank that has one; or else all of the update's.
 
         Ranks:
             Collective.
         """
-        if not noted:  # compiled steps
-            return (None, None, "its gradient isn't finite"), 0
-        everyones = []
-        for number, place, batch, _ in noted:  # equally many on all ranks
+        # Compiled steps show no batch: what it had is read again.
+        given = noted or [(*place, None, math.nan) for place in self._places]
+        seen: list[tuple[list[int] | None, str | None]] = []
+        for number, place, batch, _ in given:  # equally many on all ranks
             indices = indices_of(self._run, number, place)
-            everyones.append((indices, first_bad(batch.data, indices)))
+            if batch is not None:
+                seen.append((indices, first_bad(batch.data, indices)))
+            else:
+                seen.append((indices, first_bad_of(self._run, indices) if indices else None))
         at = bad
         if at is None:
-            at = next((n for n, (_, where) in enumerate(everyones) if where is not None), None)
+            at = next((n for n, (_, where) in enumerate(seen) if where is not None), None)
+        ranks = from_all_ranks(self.model, (seen, at))
+        rank = next((rank for rank, (_, at) in enumerate(ranks) if at is not None), None)
         what = "its loss isn't finite" if bad is not None else "its gradient isn't finite"
-        mine = (*everyones[at or 0], what), at is not None
-        ranks = from_all_ranks(self.model, mine)
-        rank = next((rank for rank, (_, is_bad) in enumerate(ranks) if is_bad), 0)
-        return ranks[rank][0], rank
+        if rank is not None:
+            batches, at = ranks[rank]
+            return Found(*batches[at or 0], rank, what)
+        every: list[int] | None = []
+        for indices, _ in (one for batches, _ in ranks for one in batches):
+            every = None if indices is None or every is None else every + indices
+        return Found(every, None, 0 if len(ranks) == 1 else None, what)
 
     def _act(self, where: str | None) -> None:
         """Raise, or go back to the last copy."""

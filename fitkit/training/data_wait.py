@@ -50,9 +50,13 @@ class DataWait:
         return itertools.chain(timed, batches)
 
     def _looked_at(self, batch: Any) -> Any:
-        if not torch.accelerator.current_stream(self._device).query():
+        if not self._is_idle():
             self._busy.add(len(self._came) - 1)
         return batch
+
+    def _is_idle(self) -> bool:
+        """Whether the device has done all that it was given. It asks without waiting."""
+        return torch.accelerator.current_stream(self._device).query()
 
     def _measured(self) -> tuple[float, float, int]:
         """Return how long batches were waited for, how long they took, and their number.

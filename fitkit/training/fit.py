@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Iterator
 from functools import partial
 
@@ -277,7 +278,7 @@ class Fit:
             context,
             callbacks,
             self.learning.executor(learn, record, is_first=is_first),
-            lambda index: LazyLogs(record.results, record.loss.last, record.loss.last_count),
+            partial(_logs, weakref.ref(self), record, epoch),
             group=self.learning.group,
             done=done,
             looks=self.validations.plan.interval is not None
@@ -313,7 +314,7 @@ class Fit:
         """Give an epoch's values to schedulers, then to callbacks, which may add their own."""
         if epoch == self.arguments.initial_epoch:
             self._tell_wait()
-        self._warn_of_non_finite(epoch, values)
+        self.warn_of_non_finite(f"In epoch {epoch + 1} ", values)
         self.learning.rates.after_epoch(epoch, values, self.seen_values)
         self.logs = values
         place, self.current = self.progress, None
@@ -326,8 +327,8 @@ class Fit:
             self.has_warned_of_empty = warn_of_empty(values, f"In epoch {epoch + 1}")
         self.stopping.agreed()
 
-    def _warn_of_non_finite(self, epoch: int, logs: Values) -> None:
-        """Warn once, on rank 0, that a loss isn't finite."""
+    def warn_of_non_finite(self, when: str, logs: Values) -> None:
+        """Warn once, on rank 0, that a loss isn't finite, and where the data aren't."""
         if self.has_warned_of_non_finite or self.collectives.rank:
             return
         losses = [validation_name("loss", name) for name in self.held_out]
@@ -338,7 +339,7 @@ class Fit:
             self.has_warned_of_non_finite = True
             where = first_bad_of(self)
             data = "" if where is None else f" In the data, {where}."
-            warn(f"In epoch {epoch + 1} {sentence}{data}")
+            warn(f"{when}{sentence}{data}")
 
     def _tell_wait(self) -> None:
         """Note how long the first epoch waited for data; say it, on rank 0, if that was long."""
@@ -515,3 +516,19 @@ class Fit:
             "validation_freq": arguments.validation_freq,
             "verbose": arguments.verbose,
         }
+
+
+def _logs(fit: weakref.ref[Fit], record: Logbook, epoch: int, index: int) -> LazyLogs:
+    """Return what hooks get after a batch.
+
+    Args:
+        fit: isn't kept: in a ring, data workers would outlive an error.
+    """
+
+    def read() -> Values:
+        values = record.results()
+        if (running := fit()) is not None:
+            running.warn_of_non_finite(f"In epoch {epoch + 1}, by batch {index}, ", values)
+        return values
+
+    return LazyLogs(read, record.loss.last, record.loss.last_count)

@@ -1,9 +1,14 @@
 """Hangs on one to three ranks: each rank's place is shown at the first look; healthy runs go on."""
 
+import contextlib
 import ctypes
+import os
+import queue
 import re
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -59,6 +64,18 @@ def join_thread():
 
 def run_program():
     subprocess.run([sys.executable, "-S", "-c", f"import time; time.sleep({LAST_S})"])
+
+
+def wait_for_queue():
+    with contextlib.suppress(queue.Empty):
+        queue.Queue().get(timeout=LAST_S)
+
+
+def wait_for_network():
+    one, other = socket.socketpair()
+    other.settimeout(LAST_S)
+    with one, other, contextlib.suppress(TimeoutError):
+        other.recv(1)
 
 
 def compute():
@@ -123,10 +140,11 @@ class Own(torch.nn.Module):
         return out
 
 
-def fit(ranks, *data, net=None, kind=fitkit.Model, timeout=60, epochs=1, **options):
+def fit(ranks, *data, net=None, kind=fitkit.Model, timeout=60, epochs=1, jit=False, **options):
     model = kind(net or torch.nn.Linear(6, 3))
     strategy = fitkit.strategies.DDPSpawnStrategy(timeout=timeout) if ranks > 1 else "auto"
-    model.compile("sgd", "cross_entropy", accelerator="cpu", devices=ranks, strategy=strategy)
+    hardware = {"accelerator": "cpu", "devices": ranks, "strategy": strategy}
+    model.compile("sgd", "cross_entropy", jit_compile=jit, **hardware)
     make = options.pop("calls", None)
     calls = None if make is None else LambdaCallback(**make(model))
     data = data or (X, Y)
@@ -152,8 +170,20 @@ def evaluates(model):
     model.evaluate(X, Y, verbose=0)
 
 
-def saves(model):
+def gathers(model):
     model.all_gather(torch.ones(1))
+
+
+def predicts(model):
+    model.predict(X, verbose=0)
+
+
+def saves(model):
+    model.save(os.path.join(tempfile.gettempdir(), f"silence_{os.getpid()}.h5"))
+
+
+def barrier():
+    dist.barrier()
 
 
 def crossed(model):
@@ -244,7 +274,7 @@ HANGS = {
     ),
     "exchange on rank 0": (
         3,
-        lambda n: fit(n, calls=alone_on_rank_zero(saves)),
+        lambda n: fit(n, calls=alone_on_rank_zero(gathers)),
         rf"rank 0, batch 2: waits .*all_gather.*rank 2, batch 2: waits.*{NONE}",
     ),
     "uneven exchange": (
@@ -256,6 +286,51 @@ HANGS = {
         2,
         lambda n: fit(n, calls=crossed),
         rf"rank 0, .*first here.*rank 1, .*first there.*{NONE}",
+    ),
+    "data set on 2": (
+        2,
+        lambda n: fit(n, DataLoader(Rows(sleep), batch_size=8)),
+        r"rank 0, batch 3: .*rank 1, batch 3: is in sleep, .*time\.sleep",
+    ),
+    "validation on 2": (
+        2,
+        lambda n: fit(n, validation_data=DataLoader(Rows(sleep), batch_size=8)),
+        r"fit, epoch 1, validation.*rank 1, .*time\.sleep",
+    ),
+    "backward on 3": (
+        3,
+        lambda n: fit(n, net=Own(sleep, backward=True)),
+        r"rank 0, batch 2: .*backward.*rank 2, batch 2: .*time\.sleep",
+    ),
+    "a program on 2": (
+        2,
+        lambda n: fit(n, calls=at_batch(run_program)),
+        r"rank 0, batch 2: waits for the other.*rank 1, batch 2: .*subprocess\.run",
+    ),
+    "a queue on 3": (
+        3,
+        lambda n: fit(n, calls=at_batch(wait_for_queue)),
+        r"rank 1, batch 2: waits for the other.*rank 2, batch 2: .*\.get\(timeout",
+    ),
+    "the network on 2": (
+        2,
+        lambda n: fit(n, calls=at_batch(wait_for_network)),
+        r"rank 1, batch 2: .*other\.recv",
+    ),
+    "predict on rank 0": (
+        2,
+        lambda n: fit(n, calls=alone_on_rank_zero(predicts)),
+        rf"rank 0, batch 2: waits .*model\.predict.*rank 1, batch 2: waits.*{NONE}",
+    ),
+    "save on rank 0": (
+        2,
+        lambda n: fit(n, calls=alone_on_rank_zero(saves)),
+        rf"rank 0, batch 2: waits .*model\.save.*rank 1, batch 2: waits.*{NONE}",
+    ),
+    "barrier on the last of 3": (
+        3,
+        lambda n: fit(n, calls=at_batch(barrier)),
+        rf"rank 1, batch 2: waits.*rank 2, batch 2: waits .*dist\.barrier\(\).*{NONE}",
     ),
     "interpreter's lock": (
         2,
@@ -307,6 +382,7 @@ HEALTHY = {
     "one slow sample": (2, lambda n: fit(n, DataLoader(Rows(sleep), batch_size=8))),
     "a slow worker": (2, lambda n: fit(n, loader(sleep))),
     "one of three in a callback": (3, lambda n: fit(n, calls=at_batch(compute))),
+    "a first compile": (2, lambda n: fit(n, jit=True)),
     "a first epoch of one batch": (1, lambda n: fit(n, calls=at_batch(compute))),
     "a slow begin": (2, lambda n: fit(n, calls=lambda m: {"on_train_begin": lambda logs: sleep()})),
 }

@@ -1,14 +1,17 @@
 """The host waits for a device within no step, whatever the data and the options."""
 
 import itertools
+import time
 
 import pytest
 import simulation
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import fitkit
+from fitkit.extras import data_advice
+from fitkit.training.data_wait import DataWait
 
 pytestmark = pytest.mark.skipif(simulation.KIND != "cuda", reason="CUDA's waits are counted")
 SIZE = 8
@@ -115,3 +118,29 @@ def test_the_host_waits_at_listed_places_alone():
     places = {(line.partition(":")[0], line.partition(" ")[2]) for line in found}
     listed = {(file, function) for file, functions in PLACES.items() for function in functions}
     assert places == listed
+
+
+class Slow(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        time.sleep(0.004)
+        return torch.ones(6), torch.tensor(index % 3)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_wait_for_data_counts_where_the_device_has_nothing_to_do_and_asking_never_waits(
+    busy, monkeypatch, capsys
+):
+    monkeypatch.setattr(data_advice, "LEAST_S", 0.0)
+    if busy:  # nothing overlaps here
+        monkeypatch.setattr(DataWait, "_is_idle", lambda self: False)
+    model = fitkit.Model(nn.Linear(6, 3))
+    model.compile("sgd", "cross_entropy", accelerator="gpu", devices=1)
+    with simulation.recorded("wait") as seen:
+        history = model.fit(DataLoader(Slow(), SIZE), verbose=2)
+    assert not [stack for _, _, stack in seen if "data_wait.py" in stack]
+    share = history.params["data_wait"]
+    assert share == 0.0 if busy else share > 0.5
+    assert ("num_workers=" in capsys.readouterr().out) is not busy

@@ -100,6 +100,9 @@ class Engine:
 
     keeps_apart = False
     """Whether the ranks' weights may differ between two updates."""
+    may_leave_out = False
+    """Whether all ranks may leave out an update together, as `SkipBadUpdates` does: the next one is
+    then made as if nothing had been."""
 
     def wrap(self, module: nn.Module) -> WrappedModel:
         """Return what training steps call instead of DDP."""

@@ -49,6 +49,8 @@ class ShardedOptimizers(Engine):
     Args: as for `OptimizerShards`, for several optimizers.
     """
 
+    may_leave_out = True
+
     def __init__(
         self, optimizers: list[Optimizer], collectives: Collectives, device: torch.device
     ) -> None:

@@ -263,7 +263,7 @@ class FSDPEngine(Engine):
         unfilled: the submodules without values.
     """
 
-    replaces_ddp = evaluates_in_step = True
+    replaces_ddp = evaluates_in_step = may_leave_out = True
     attending: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
     def __init__(

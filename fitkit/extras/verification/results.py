@@ -99,7 +99,8 @@ class Cause:
         kind: `"dropout"` (any layer that draws random numbers), `"batch_norm"`, `"layer"` (another
             one that mixes samples) or `"samples"` (fitkit counts a batch's samples wrongly). Or
             `"ignored_labels"`, `"loss"`, `"metric"`, `"data"`, `"kernels"`, `"state"` (missing in
-            the checkpoint), `"rounding"`, `"error"` or `"unknown"`.
+            the checkpoint), `"rounding"`, `"device"` (an accelerator computes something else),
+            `"error"` or `"unknown"`.
         place: the name of the layer, the metric or the part of the data; "" if there is none.
         words: what it does.
         advice: what to write.
@@ -125,7 +126,8 @@ class Row:
 
     Attributes:
         name: `"data"`, `"augmentation"`, `"repeat"`, `"accumulated"`, `"processes"`,
-            `"evaluation"`, `"compiled"`, `"resumed"` or `"precision"`.
+            `"evaluation"`, `"compiled"`, `"resumed"` or `"precision"`; and `"device"`, if
+            `verify` got `against`.
         what: the name in words.
         ok: whether both sides are equal; None if it wasn't run.
         digits: how many digits are equal, relative to what the updates changed (in an evaluation:

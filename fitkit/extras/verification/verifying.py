@@ -15,10 +15,11 @@ from typing import Any
 from torch import nn
 
 from fitkit import trees
-from fitkit.arguments import check_count, check_flag, describe
+from fitkit.arguments import check_choice, check_count, check_flag, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.extras.verification.augmentation import augmentation_row
 from fitkit.extras.verification.cutting import SEED, Kept, same_bits
+from fitkit.extras.verification.device import device_row
 from fitkit.extras.verification.results import Cause, Row, Verification
 from fitkit.extras.verification.trials import Trials
 from fitkit.model import Model
@@ -40,6 +41,7 @@ def verify(
     sample_weight: Any = None,
     class_weight: Any = None,
     jit_compile: bool | None = None,
+    against: str | None = None,
     verbose: bool = True,
 ) -> Verification:
     """Check that a net and its data give the same numbers however the batches are cut.
@@ -61,6 +63,10 @@ def verify(
         updates: the number of updates. Default 3.
         jit_compile: whether to run the net with `torch.compile`, too, which may take minutes.
             Default None: if the model is compiled with it.
+        against: `"cpu"` compares the model's device with the CPU, too, in float64 where the device
+            has it: each module's outputs and gradients, from the inputs that it had on the device,
+            so that the row `"device"` names the first module that computes something else. Default
+            None.
         verbose: whether to print the table. Default True.
 
     Returns:
@@ -88,6 +94,8 @@ def verify(
     batch_size = check_count("batch_size", batch_size)
     verbose = check_flag("verbose", verbose)
     jit_compile = check_flag("jit_compile", jit_compile, optional=True)
+    if against is not None:
+        check_choice("against", against, ("cpu",))
     check_data_type(x)
     compilation = model._fitkit.compilation
     if detect() is not None or compilation.strategy.collectives.world_size > 1:
@@ -120,6 +128,8 @@ def verify(
         augmentation = augmentation_row(source)
         trials = Trials(model, batches, devices, class_weight, own_samples)
         rows = (data, augmentation, *trials.rows(runs_compiled))
+        if against is not None:
+            rows = (*rows, device_row(trials))
     size = trials.size_of(trials.batches[0]) or "?"
     found = Verification(
         rows,

@@ -14,7 +14,10 @@ X = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1, keepdim=True)
 
 
-def fit(folder, x=X, seed=1, epochs=2, resume_from=None, also=(), rate=0.01, **options):
+def fit(
+    folder, x=X, seed=1, epochs=2, resume_from=None, also=(), rate=0.01, steps=None,
+    shuffle=True, **options
+):  # fmt: skip
     torch.manual_seed(seed)
     model = fitkit.Model(nn.Linear(4, 1))
     compiled = {"optimizer": "sgd", "loss": "mse", "accelerator": "cpu", "devices": 1}
@@ -22,7 +25,7 @@ def fit(folder, x=X, seed=1, epochs=2, resume_from=None, also=(), rate=0.01, **o
     runs = RunFolder(folder)
     model.fit(
         x, Y, batch_size=8, epochs=epochs, verbose=0, callbacks=[*also, runs],
-        resume_from=resume_from,
+        resume_from=resume_from, steps_per_epoch=steps, shuffle=shuffle,
     )  # fmt: skip
     return model, runs, read_steps(folder)
 
@@ -49,6 +52,27 @@ def test_parts_and_joined_steps_record_the_updates_of_whole_single_ones(tmp_path
     assert parts["samples"].tolist() == pairs.tolist() and parts["update"].tolist() == [
         *range(1, 7)
     ]
+
+
+def test_epochs_of_steps_record_the_samples_of_whole_passes(tmp_path):
+    _, _, whole = fit(tmp_path / "a")
+    _, _, cut = fit(tmp_path / "b", epochs=3, steps=4)
+    for name in ("update", "loss", "samples"):
+        assert np.array_equal(whole[name], cut[name])
+
+
+@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_ranks_and_compiled_steps_record_what_one_process_does(jit, tmp_path):
+    order = {"shuffle": False, "accumulate_grad_batches": 1 if jit else 2}
+    _, _, one = fit(tmp_path / "a", **order)
+    if jit:
+        _, _, other = fit(tmp_path / "b", jit_compile=True, **order)
+    else:
+        order = {**order, "accumulate_grad_batches": 1}
+        _, _, other = fit(tmp_path / "b", devices=2, **order)
+    assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    for name in ("update", "epoch", "rate", "samples"):
+        assert np.array_equal(one[name], other[name])
 
 
 @pytest.mark.parametrize("batch", [2, None])

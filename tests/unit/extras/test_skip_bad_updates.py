@@ -293,3 +293,20 @@ def test_the_first_number_is_named_by_part_sample_and_column():
     assert first_bad((torch.zeros(2, 1), label), [5, 9]) == "y of sample 9 is nan"
     assert first_bad((torch.zeros(2), torch.ones(2, dtype=torch.long), None)) is None
     assert named_samples(list(range(30))).endswith("7, … (30 in all)")
+
+
+class Reads(fitkit.callbacks.Callback):
+    """Reads the values of some batches, as a bar does."""
+
+    def on_train_batch_end(self, batch, logs):
+        if batch % 3 == 2 and math.isnan(logs["loss"]):
+            raise ArithmeticError
+
+
+def test_values_that_are_read_within_an_epoch_warn_at_once_and_name_the_sample():
+    loader = DataLoader(Rows(), batch_size=BATCH, num_workers=1)
+    state = torch.get_rng_state()
+    words = "In epoch 1, by batch 2, loss is nan.*In the data, x of sample 17 is nan at column 3"
+    with pytest.warns(UserWarning, match=words), pytest.raises(ArithmeticError):
+        compiled().fit(loader, verbose=0, callbacks=Reads())
+    assert torch.equal(torch.get_rng_state(), state)
