@@ -5,8 +5,10 @@ import copy
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_sequence
 
 import fitkit
 from fitkit.errors import ConfigurationError, OutOfMemoryError
@@ -101,8 +103,10 @@ class Steps(fitkit.Model):
     def training_step(self, batch, batch_idx):
         x, y = batch
         loss = F.cross_entropy(self.net(x), y)
-        self.log("own", loss)
+        self.log("own", loss, on_step=True, on_epoch=True)
         self.log("shift", float(np.random.rand() * 0 + len(x) * 0 + 2.0), on_step=False)
+        self.log("rows", float(len(x)), reduce_fx="sum")
+        self.log("most", loss.detach() * 0 + x.max(), reduce_fx="max")
         return loss
 
 
@@ -116,6 +120,60 @@ def test_a_step_of_ones_own_logs_each_row_once():
     uncut = run(1000, "forward")
     for fails in ("forward", "backward"):
         assert_same(run(3, fails, out_of_memory="split"), uncut)
+
+
+class Counts(fitkit.Model):
+    """Counts correct answers by an object of its own, before what may fail."""
+
+    def __init__(self, net):
+        super().__init__(net)
+        self.right = torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.right((self.net.heads[0](self.net.body(x).relu()).argmax(1) == y).float())
+        self.log("right", self.right, on_step=False, on_epoch=True)
+        return F.cross_entropy(self.net(x), y)
+
+
+def test_a_metric_that_counts_before_the_error_counts_each_row_once():
+    def run(rows, fails, **option):
+        fitkit.set_seed(1)
+        model = Counts(Narrow(rows, fails))
+        model.compile("adam", accelerator="cpu", devices=1, **option)
+        return model, model.fit(X, LABELS, batch_size=20, epochs=2, verbose=0).history
+
+    uncut = run(1000, "forward")
+    for fails in ("forward", "backward"):
+        assert_same(run(3, fails, out_of_memory="split"), uncut)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_updates_that_are_left_out_are_those_of_the_uncut_run(own):
+    x = X.clone()
+    x[25], x[70] = torch.nan, 50.0  # a fault, and a spike
+
+    def run(rows, **option):
+        fitkit.set_seed(1)
+        model = (Steps if own else fitkit.Model)(Narrow(rows, "backward"))
+        loss = None if own else "cross_entropy"
+        model.compile("adam", loss, accelerator="cpu", devices=1, **option)
+        guard = fitkit.callbacks.SkipBadUpdates(spikes=0.5, in_a_row=99)
+        given = {"epochs": 12, "shuffle": False, "callbacks": [guard], "verbose": 0}
+        history = model.fit(x, LABELS, batch_size=20, **given).history
+        assert len(guard.skipped) > 12  # spikes, too
+        history.pop("most", None)  # a NaN in the batch's rows
+        return model, history
+
+    assert_same(run(3, out_of_memory="split"), run(1000))
+
+
+def test_mixup_looks_at_as_many_rows_as_fit():
+    mixed = {"batch_transforms": [fitkit.transforms.MixUp(0.2)], "metrics": None}
+    runs = trained(3, **mixed), trained(1000, out_of_memory="raise", **mixed)
+    for model, _ in runs:
+        model.net.seen.zero_()  # the looks count, too
+    assert_same(*runs)
 
 
 def test_several_optimizers_by_turns():
@@ -187,11 +245,47 @@ def test_what_cannot_be_computed_in_parts_is_refused():
     model.compile("lbfgs")
     with pytest.raises(ConfigurationError, match="LBFGS.*FK068"):
         model.fit(X, LABELS, verbose=0)
+    manual = Steps(Narrow(3))
+    manual.automatic_optimization = False
+    manual.compile("sgd", devices=1, **given)
+    with pytest.raises(ConfigurationError, match="automatic_optimization.*FK068"):
+        manual.fit(X, LABELS, verbose=0)
+    for layer in (
+        nn.Sequential(nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True)),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)),
+        torch.nn.utils.spectral_norm(nn.Linear(6, 6)),
+    ):
+        model = fitkit.Model(nn.Sequential(layer, nn.Flatten(), nn.Linear(6, 3)))
+        model.compile("sgd", "cross_entropy", devices=1, **given)
+        with pytest.raises(ConfigurationError, match="FK068"):
+            model.fit(X, LABELS, verbose=0)
     for wrong in ({"strategy": "fsdp"}, {"strategy": "ddp_sharded"}, {"sync_batchnorm": True}):
         with pytest.raises(ConfigurationError, match="FK068"):
             fitkit.Model(Narrow(3)).compile("sgd", "mse", devices=2, **given, **wrong)
     with pytest.raises(ConfigurationError, match="'raise', 'split'"):
         fitkit.Model(Narrow(3)).compile("sgd", "mse", out_of_memory="halve")
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        pack_sequence([*X[:20].unsqueeze(1)]),
+        torch.nested.nested_tensor([*X[:20].unsqueeze(1)], layout=torch.jagged),
+        [*X[:20]],
+        {"nodes": torch.randn(60, 6), "graph": torch.arange(60) // 3},
+    ],
+    ids=["packed", "nested", "list", "graph"],
+)
+def test_what_has_no_rows_is_an_error_that_says_so(x):
+    class Full(nn.Linear):
+        def forward(self, *given, **named):
+            raise torch.OutOfMemoryError(FULL)
+
+    model = fitkit.Model(Full(6, 3))
+    model.compile("sgd", "cross_entropy", accelerator="cpu", devices=1, out_of_memory="split")
+    with pytest.raises(OutOfMemoryError, match="FK068") as caught:
+        model.fit([(x, LABELS[:20])], verbose=0)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
 
 
 def test_single_batches_are_cut_too():
