@@ -59,14 +59,16 @@ class Cuts:
 
     def parts_of(self, batch: Batch, sizes: list[int]) -> Iterator[Part]:
         """Yield a batch's parts. Those of a batch that only fills don't count either."""
+        if len(sizes) == 1:
+            yield Part(batch, 0, sizes[0])
+            return
         rows, first = sum(sizes), 0
         others = batch.total - batch.samples  # which the first part stands for
         for size in sizes:
             end = first + size
-            data = rows_of(batch.data, rows, slice(first, end)) if size < rows else batch.data
+            data = rows_of(batch.data, rows, slice(first, end))
             counted = size if batch.samples else 0
             total = counted + (others if first == 0 else 0)
-            # Each attempt computes what the batch holds, whatever a step writes into it.
             yield Part(Batch(data, counted, total, is_lent=True), first, end)
             first = end
 
@@ -118,8 +120,6 @@ class Cuts:
 
     def keep(self, batch: Batch, sizes: list[int]) -> None:
         """Compute later batches of these shapes in such parts at once, and say so once."""
-        if len(sizes) == 1:
-            return
         shapes = _shapes(batch.data)
         if self._sizes.get(shapes) == sizes:
             return

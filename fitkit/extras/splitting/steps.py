@@ -35,13 +35,17 @@ class StepInParts(CompiledStep):
         """Return what the net and the loss give for a batch."""
         whole = super().__call__
 
+        batch.is_lent = True  # each attempt computes what it holds, whatever the net writes into it
+
         def compute(sizes: list[int]) -> list[Outcome]:
             parts = self._cuts.parts_of(batch, sizes)
             return [whole(part.batch, index, is_part=is_part) for part in parts]
 
         found, sizes = self._cuts.tried(batch, compute)
+        if len(sizes) == 1:
+            return found[0]
         self._cuts.keep(batch, sizes)
-        return found[0] if len(found) == 1 else joined(found, sizes)
+        return joined(found, sizes)
 
     def joining_losses(self, first: Batch) -> None:
         """Return None: each batch is computed by itself, so that it can be cut."""

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 from fitkit import trees
 from fitkit.errors import OutOfMemoryError
-from fitkit.extras.splitting.attempts import KeptBuffers, MovedGradients, copy_of, random_numbers
+from fitkit.extras.splitting.attempts import (
+    Inputs,
+    KeptBuffers,
+    MovedGradients,
+    RandomNumbers,
+    copy_of,
+)
 from fitkit.extras.splitting.cuts import Cuts
 from fitkit.extras.splitting.logs import Logs
 from fitkit.extras.splitting.pairs import WITHIN, JoinedLoss
@@ -18,6 +25,9 @@ from fitkit.extras.splitting.refusals import check_layers, check_updates, over_p
 from fitkit.extras.splitting.steps import joined_losses
 from fitkit.seams.data import Batch
 from fitkit.seams.steps import Logbook, Outcome, OwnStep, Update, count_in
+
+AS_IS = contextlib.nullcontext()
+"""What surrounds a step where nothing has to."""
 
 
 class UpdateInParts(Update):
@@ -34,9 +44,11 @@ class UpdateInParts(Update):
         super().__init__(model, step, *given, **options)
         check_updates(model, self.optimizer)
         strategy = model._fitkit.compilation.strategy
-        self._model, self._device = model, strategy.device
+        self._model = model
         self._logs = Logs(step) if isinstance(step, OwnStep) else None
-        self._kept_buffers = KeptBuffers(model._fitkit.compilation.trained(model).modules())
+        self._buffers_kept = KeptBuffers(model._fitkit.compilation.trained(model).modules())
+        self._random = RandomNumbers(strategy.device, of_user=self._logs is not None)
+        self._inputs = Inputs()
         self._is_checked = False
         self._compares = JoinedLoss.can_compare(step)  # at the first cut
         self._joined: JoinedLoss | None = None  # of the batch
@@ -56,33 +68,28 @@ class UpdateInParts(Update):
         if begins:
             self.begin()
         earlier = MovedGradients(self._averaged) if self._batches else None
-        random = random_numbers(self._device, all_libraries=self._logs is not None)
-        self._kept_buffers.note()
-        self._at_begin, self._recorded = copy_of(self._group), 0
-
-        def compute(sizes: list[int]) -> Outcome:
-            with self._around_step() if self.accumulate > 1 else nullcontext():
-                return self._computed(batch, index, record, sizes, **optimizer)
-
-        def undo() -> None:
-            random()
-            self._kept_buffers.restore()
-            self._group = copy_of(self._at_begin)
-            for parameter in self._averaged:
-                parameter.grad = None
-
+        self._random.note()
+        self._buffers_kept.note()
+        self._inputs.note(batch)
+        self._at_begin = None if self._group is None else copy_of(self._group)
+        self._recorded = 0
+        compute = partial(self._computed, batch, index, record, optimizer)
         try:
-            outcome, sizes = self.cuts.tried(batch, compute, undo)
+            outcome, sizes = self.cuts.tried(batch, compute, partial(self._undo, batch))
         except BaseException:
             if earlier is not None:
                 earlier.put_back()
             raise
         if earlier is not None:
             earlier.add()
-        if self._joined is not None:
-            self._check_loss(self._joined)
-        self.cuts.keep(batch, sizes)
-        self._record_held(batch, outcome, record)
+        self._inputs.end_batch(batch)
+        self._random.end_batch()
+        if len(sizes) > 1:
+            if self._joined is not None:
+                self._check_loss(self._joined)
+            self.cuts.keep(batch, sizes)
+        if self._held:
+            self._record_held(batch, outcome, record)
         if self._logs is not None:
             self._logs.end_batch(is_padding=batch.samples == 0)
         if self._group is not None:
@@ -93,17 +100,32 @@ class UpdateInParts(Update):
             self._update()
         return outcome
 
+    def _undo(self, batch: Batch) -> None:
+        """Let a failed attempt have changed nothing."""
+        self._random.restore()
+        self._buffers_kept.restore()
+        self._inputs.restore(batch)
+        self._group = copy_of(self._at_begin)
+        for parameter in self._averaged:
+            parameter.grad = None
+
     def _computed(
-        self, batch: Batch, index: int, record: Logbook, sizes: list[int], **optimizer: Any
+        self, batch: Batch, index: int, record: Logbook, optimizer: dict[str, Any], sizes: list[int]
     ) -> Outcome:
         """Compute a batch's gradients in parts; return what the steps found, as of the batch."""
+        with self._around_step() if self.accumulate > 1 else AS_IS:
+            return self._computed_in(batch, index, record, optimizer, sizes)
+
+    def _computed_in(
+        self, batch: Batch, index: int, record: Logbook, optimizer: dict[str, Any], sizes: list[int]
+    ) -> Outcome:
         is_part, self._learns = self.is_part or len(sizes) > 1, False
         joined = JoinedLoss(self.step) if self._compares and len(sizes) > 1 else None
         found: list[Outcome] = []
         self._held = []
         for part in self.cuts.parts_of(batch, sizes):
             is_new = part.end > self._recorded
-            with nullcontext() if self._logs is None else self._logs.of(part.batch, is_new=is_new):
+            with AS_IS if self._logs is None else self._logs.of(part.batch, is_new=is_new):
                 outcome = self.step(part.batch, index, is_part=is_part, **optimizer)
                 if joined is not None:
                     joined.take(outcome, part.batch.samples)
@@ -135,7 +157,7 @@ class UpdateInParts(Update):
         if not held or guard is None or not guard.counts(self.optimizer, batch, outcome):
             return
         for part, of_part in held:
-            with nullcontext() if self._logs is None else self._logs.of(part, is_new=True):
+            with AS_IS if self._logs is None else self._logs.of(part, is_new=True):
                 self.step.record(part, of_part, record)
 
     def _check_loss(self, joined: JoinedLoss) -> None:

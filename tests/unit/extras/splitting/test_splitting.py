@@ -1,6 +1,7 @@
 """compile(out_of_memory="split"): a batch that doesn't fit is computed in parts, exactly."""
 
 import copy
+import json
 
 import numpy as np
 import pytest
@@ -49,6 +50,13 @@ class Narrow(nn.Module):
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
+class Writes(Narrow):
+    """Writes into what it is given, before it fails."""
+
+    def forward(self, x):
+        return super().forward(x.mul_(0.5))
+
+
 def trained(rows, fails="forward", *, y=LABELS, out_of_memory="split", net=None, **arguments):
     """Return the net and the history of two epochs of batches of 20."""
     fitkit.set_seed(1)
@@ -81,6 +89,7 @@ SETTINGS = {
     "two outputs, accumulated": {"y": (IGNORED, LABELS), "accumulate_grad_batches": 3},
     "an effective size": {"effective_batch_size": 40, "gradient_clip_val": 0.1},
     "dropout": {"net": lambda rows, fails: Narrow(rows, fails, dropout=0.5)},
+    "a net that writes into its input": {"net": Writes},
     "values of samples": {"loss": lambda p, t: F.cross_entropy(p, t, reduction="none")},
 }
 
@@ -211,6 +220,20 @@ def test_later_batches_of_that_shape_start_in_parts_and_it_is_said_once():
     assert history.params["parts"] == {"20 x 6, 20": 4, "10 x 6, 10": 2}
 
 
+def test_a_run_s_folder_has_the_parts(tmp_path):
+    model = fitkit.Model(Narrow(5))
+    model.compile("sgd", "cross_entropy", accelerator="cpu", devices=1, out_of_memory="split")
+    given = {"batch_size": 45, "verbose": 0, "callbacks": fitkit.callbacks.RunFolder(tmp_path)}
+    model.fit(X, LABELS, **given)
+    assert json.loads((tmp_path / "run.json").read_text())["parts"] == {"45 x 6, 45": 16}
+    page = (tmp_path / "index.html").read_text()
+    assert "<td>45 x 6, 45</td><td>16</td>" in page
+    model.compile(out_of_memory="raise")
+    model.net.rows = 1000
+    model.fit(X, LABELS, **{**given, "callbacks": fitkit.callbacks.RunFolder(tmp_path / "whole")})
+    assert "<td>16</td>" not in (tmp_path / "whole" / "index.html").read_text()
+
+
 def test_other_errors_and_one_row_that_does_not_fit_stay_errors():
     with pytest.raises(OutOfMemoryError, match="FK040"):
         trained(0)
@@ -298,9 +321,10 @@ def test_single_batches_are_cut_too():
     assert values(4, out_of_memory="split") == pytest.approx(values(1000), rel=1e-6)
 
 
-def test_lengths_and_caps_at_random_change_nothing():
+@pytest.mark.parametrize("trials", [12, pytest.param(100, marks=pytest.mark.slow)])
+def test_lengths_and_caps_at_random_change_nothing(trials):
     draw = np.random.default_rng(0)
-    for trial in range(12):
+    for trial in range(trials):
         lengths = draw.integers(1, 24, 6)
         ends = np.cumsum(lengths)
         rows = [slice(end - size, end) for end, size in zip(ends, lengths, strict=True)]
