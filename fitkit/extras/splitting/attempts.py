@@ -130,14 +130,13 @@ class Inputs:
             return
         if self._writes is not None:
             raise OutOfMemoryError(without_rows("Its step has written into it, as none before."))
-        batch.data = trees.copied(self._original)
-        self._versions = [one._version for one in batch.data]
+        batch.data, self._writes, self._versions = self._original, True, None
 
     def end_batch(self, batch: Batch) -> None:
         """See by the first batch whether steps write."""
         if self._writes is None and self._versions is not None:
             self._writes = self._have_changed(batch)
-            self._original = None
+        self._original = None
 
     def _have_changed(self, batch: Batch) -> bool:
         return [one._version for one in batch.data] != self._versions
