@@ -118,14 +118,18 @@ class Cuts:
         pairs = zip(*(trees.leaves(self._unpack(one)[0]) for one in (data, part)), strict=False)
         return any(whole is not less for whole, less in pairs)
 
-    def keep(self, batch: Batch, sizes: list[int]) -> None:
-        """Compute later batches of these shapes in such parts at once, and say so once."""
+    def keep(self, batch: Batch, sizes: list[int]) -> bool:
+        """Compute later batches of these shapes in such parts at once, and say so once.
+
+        Returns:
+            Whether they weren't computed in these parts before.
+        """
         shapes = _shapes(batch.data)
         if self._sizes.get(shapes) == sizes:
-            return
+            return False
         self._sizes[shapes] = sizes
         if self._said:
-            return
+            return True
         self._said = True
         world = self._model._fitkit.compilation.strategy.world
         where = f" (rank {world.rank})" if world.size > 1 else ""
@@ -141,6 +145,7 @@ class Cuts:
             f"{instead}.",
             code="FK069",
         )
+        return True
 
 
 def _shapes(data: Any) -> tuple[Any, ...]:

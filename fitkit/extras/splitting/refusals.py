@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from fitkit.errors import ConfigurationError, with_code
 from fitkit.model import Model
+from fitkit.seams.networks import guest_of
 from fitkit.seams.optimizers import uses_closure
 
 CODE = "FK068"
@@ -40,15 +41,19 @@ def check_updates(model: Model, optimizer: Optimizer) -> None:
         )
 
 
-def check_layers(net: nn.Module) -> None:
+def check_layers(model: Model) -> None:
     """Refuse layers in training mode that a batch's parts would change otherwise than the batch.
 
     Raises:
         ConfigurationError: batch normalisation over the batch, statistics that move with each
             forward, or weights that do.
     """
-    for name, part in net.named_modules():
-        if not part.training or (why := _changed_by_parts(part)) is None:
+    found = dict(model._weights_module().named_modules())
+    layers = getattr(getattr(guest_of(model), "given", None), "_flatten_layers", None)
+    if layers is not None:  # Keras's
+        found |= {layer.name: layer for layer in layers()}
+    for name, part in found.items():
+        if (why := _changed_by_parts(part)) is None:
             continue
         kind = type(part).__name__
         raise ConfigurationError(
@@ -61,12 +66,14 @@ def check_layers(net: nn.Module) -> None:
 def _changed_by_parts(layer: nn.Module) -> str | None:
     """Return why a layer can't have parts of batches, and what to do; None if it can."""
     keras = sys.modules.get("keras")
-    if isinstance(layer, _BatchNorm):
-        return BATCH_NORM.format(other="nn.GroupNorm", frozen=".eval()")
     if keras is not None and isinstance(layer, keras.layers.BatchNormalization):
         frozen = "layer.trainable = False"
         is_frozen = not layer.trainable
         return None if is_frozen else BATCH_NORM.format(other="GroupNormalization", frozen=frozen)
+    if not layer.training:
+        return None
+    if isinstance(layer, _BatchNorm):
+        return BATCH_NORM.format(other="nn.GroupNorm", frozen=".eval()")
     if isinstance(layer, _InstanceNorm) and layer.track_running_stats:
         return "each of which moves its running statistics. Give it track_running_stats=False"
     hooks = layer._forward_pre_hooks.values()
@@ -78,6 +85,21 @@ def _changed_by_parts(layer: nn.Module) -> str | None:
 BATCH_NORM = (
     "whose means and variances aren't the batch's. Freeze it by {frozen}, use {other} in its place"
 )
+
+
+def not_a_mean(apart: float, *, is_own: bool) -> str:
+    """Return why an out-of-memory error stays one, for a step whose parts aren't the batch.
+
+    Args:
+        is_own: whether the step is the user's.
+    """
+    instead = " Or return {'loss': loss, 'count': what it is the mean over}." if is_own else ""
+    return with_code(
+        f"Memory ran out, and {SPLIT} can't compute this batch in parts: the loss of some of its "
+        f"rows isn't the mean of their halves' losses ({apart:.1e} apart). It compares rows with "
+        f"one another, or is a mean over something else than rows.{instead} Use smaller batches.",
+        CODE,
+    )
 
 
 def without_rows(why: str) -> str:

@@ -19,9 +19,10 @@ from fitkit.extras.splitting.attempts import (
     copy_of,
 )
 from fitkit.extras.splitting.cuts import Cuts
+from fitkit.extras.splitting.halves import apart
 from fitkit.extras.splitting.logs import Logs
 from fitkit.extras.splitting.pairs import WITHIN, JoinedLoss
-from fitkit.extras.splitting.refusals import check_layers, check_updates, over_pairs
+from fitkit.extras.splitting.refusals import check_layers, check_updates, not_a_mean, over_pairs
 from fitkit.extras.splitting.steps import joined_losses
 from fitkit.seams.data import Batch
 from fitkit.seams.steps import Logbook, Outcome, OwnStep, Update, count_in
@@ -63,7 +64,7 @@ class UpdateInParts(Update):
     ) -> Outcome:
         """Learn from a batch, in as many parts as it takes."""
         if not self._is_checked:  # the modes of a training are set by now
-            check_layers(self._model._weights_module())
+            check_layers(self._model)
             self._is_checked = True
         if begins:
             self.begin()
@@ -87,7 +88,8 @@ class UpdateInParts(Update):
         if len(sizes) > 1:
             if self._joined is not None:
                 self._check_loss(self._joined)
-            self.cuts.keep(batch, sizes)
+            if self.cuts.keep(batch, sizes):
+                self._check_halves(batch, index, sizes, optimizer)
         if self._held:
             self._record_held(batch, outcome, record)
         if self._logs is not None:
@@ -165,6 +167,19 @@ class UpdateInParts(Update):
         self._compares, self._joined = False, None
         if (apart := joined.difference()) > WITHIN:
             raise OutOfMemoryError(over_pairs(apart))
+
+    def _check_halves(
+        self, batch: Batch, index: int, sizes: list[int], optimizer: dict[str, Any]
+    ) -> None:
+        """Refuse, at the first cut of batches of some shapes, steps that parts would change."""
+
+        def compute(part: Batch) -> Outcome:
+            with AS_IS if self._logs is None else self._logs.of(part, is_new=False):
+                return without_graph(self.step(part, index, is_part=True, **optimizer))
+
+        given = self._model, self.cuts, batch, sizes, self._buffers_kept
+        if (found := apart(*given, compute)) is not None:
+            raise OutOfMemoryError(not_a_mean(found, is_own=self._logs is not None))
 
     def _begin_group(self, batch: Batch, outcome: Outcome, *, is_cut: bool) -> None:
         """Choose how the parts of a group weigh, once, however often its first batch is tried.

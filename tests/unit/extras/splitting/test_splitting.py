@@ -210,7 +210,8 @@ def test_several_optimizers_by_turns():
 def test_later_batches_of_that_shape_start_in_parts_and_it_is_said_once():
     net = Narrow(5)
     asked = []
-    net.register_forward_pre_hook(lambda _, given: asked.append(len(given[0])))
+    # In evaluation mode, once for these shapes, it is asked whether parts give the batch's loss.
+    net.register_forward_pre_hook(lambda _, x: net.training and asked.append(len(x[0])))
     model = fitkit.Model(net)
     model.compile("sgd", "cross_entropy", accelerator="cpu", devices=1, out_of_memory="split")
     with pytest.warns(UserWarning, match="batch_size=5, accumulate_grad_batches=4.*FK069") as said:
@@ -309,6 +310,47 @@ def test_what_has_no_rows_is_an_error_that_says_so(x):
     with pytest.raises(OutOfMemoryError, match="FK068") as caught:
         model.fit([(x, LABELS[:20])], verbose=0)
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+
+
+class Pairs(fitkit.Model):
+    def training_step(self, batch, batch_idx):
+        return pairs(self.net(batch[0]), batch[1])
+
+
+class Labels(fitkit.Model):
+    """Takes the mean over labels that aren't ignored, and says so where asked."""
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        return {"loss": loss, "count": (batch[1] >= 0).sum()} if self.net.says else loss
+
+
+class Mixed(Narrow):
+    def forward(self, x):
+        return super().forward(x - x.mean(0))
+
+
+def test_steps_and_nets_whose_parts_are_not_the_batch_are_refused_at_the_first_cut():
+    def run(kind, net, says=True, loss=None):
+        fitkit.set_seed(1)
+        net.says = says
+        model = kind(net)
+        given = {"accelerator": "cpu", "devices": 1, "out_of_memory": "split"}
+        model.compile("sgd", loss, **given)
+        model.fit(X, IGNORED, batch_size=20, verbose=0)
+
+    for kind, net, says, loss in (
+        (Pairs, Narrow(5), True, None),
+        (Labels, Narrow(5), False, None),
+        (fitkit.Model, Mixed(5), True, "cross_entropy"),
+    ):
+        before = copy.deepcopy(net.state_dict())
+        with pytest.raises(OutOfMemoryError, match="halves.*FK068"):
+            run(kind, net, says, loss)
+        for name, value in before.items():
+            torch.testing.assert_close(net.state_dict()[name], value, msg=name)
+        assert net.training
+    run(Labels, Narrow(5))
 
 
 def test_single_batches_are_cut_too():
