@@ -140,6 +140,16 @@ def options(length: Length) -> Iterator[Row]:
         yield beside_itself("options", task, {"jit_compile": True}, length.pairs)
 
 
+def splitting(length: Length) -> Iterator[Row]:
+    """Yield what `out_of_memory="split"` costs where nothing runs out."""
+    tiny = Task("tiny net", samples=length.of(9600), source="arrays")
+    wide = dataclasses.replace(tiny, name="784-128-10", net=MLP)
+    blocks = Task("6 blocks of width 64", net="blocks 6", samples=length.of(12_800), batch=256)
+    for task, pairs in ((tiny, length.many), (wide, length.many), (blocks, length.pairs)):
+        for word in ("raise", "split"):  # the first is the same with itself: noise
+            yield beside_itself("splitting", task, {"out_of_memory": word}, pairs)
+
+
 def recipes(length: Length) -> Iterator[Row]:
     """Yield what transforms of whole batches cost: each beside fitkit without it."""
     image = Task("CNN, batches of 32", net="cnn", samples=length.of(1280))
@@ -228,6 +238,7 @@ SCENARIOS: dict[str, Callable[[Length], Iterator[Row]]] = {
     "metrics": metrics,
     "options": options,
     "recipes": recipes,
+    "splitting": splitting,
     "compiled": compiled,
     "footprint": lambda length: footprint.rows(length.pairs),
     "checkpoint": lambda length: checkpoints.rows(length.pairs, 14 if length.share == 1 else 2),

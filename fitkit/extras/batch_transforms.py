@@ -14,6 +14,8 @@ import torch
 from fitkit import trees
 from fitkit.arguments import describe
 from fitkit.errors import ConfigurationError
+from fitkit.extras.rows import rows_of
+from fitkit.extras.splitting.cuts import Cuts
 from fitkit.modes import modes_restored
 from fitkit.outputs import named_outputs
 from fitkit.random_states import kept_random_numbers
@@ -395,8 +397,17 @@ class AppliedTransforms:
             with kept_random_numbers(), modes_restored(model), torch.no_grad():
                 model.eval()
                 forward = forward_of(strategy.wrap_for_evaluation(model))
+                net, rows = self._compiled.net, samples_in(x, labels)
+
+                def look(sizes: list[int]) -> Any:
+                    some = rows_of(x, rows, slice(0, sizes[0])) if sizes[0] < rows else x
+                    return net(some, net.in_precision(forward))
+
                 try:
-                    outputs = self._compiled.net(x, self._compiled.net.in_precision(forward))
+                    if model._fitkit.compilation.given.out_of_memory == "raise":
+                        outputs = look([rows])
+                    else:  # as many as fit
+                        outputs, _ = Cuts(model, "fit").tried(Batch(x, rows, rows), look)
                 except (NotImplementedError, ConfigurationError) as error:
                     if self._compiled is self._step:
                         raise

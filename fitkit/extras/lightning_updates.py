@@ -89,7 +89,7 @@ class HookedUpdates:
         self._model, self._hooks, self._steps = model, model.hooks, steps
         self._update: HookedUpdate | None = None
         if isinstance(updates, Update):
-            updates = self._update = HookedUpdate(updates, model)
+            updates = self._update = hooked(updates, model)
         self._updates = updates
         self.batch_idx: int = 0
         self.is_last: bool = False
@@ -157,8 +157,9 @@ class HookedUpdates:
         if outputs is None:
             return {}
         found = dict(outputs) if isinstance(outputs, Mapping) else {"loss": loss_in(outputs)}
-        if self._update is not None and isinstance(found.get("loss"), torch.Tensor):
-            found["loss"] = found["loss"] / self._update.accumulate
+        update = self._update
+        if update is not None and update.loss is not None:
+            found["loss"] = update.loss / update.accumulate
         detached: dict[str, Any] = trees.map_leaves(_detached, found)
         return detached
 
@@ -249,6 +250,12 @@ def _detached(leaf: object) -> object:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
+def hooked(eager: Update, model: ServedModel) -> HookedUpdate:
+    """Return updates that are made as before, with the module's hooks in them."""
+    kind: type[HookedUpdate] = type("HookedUpdate", (HookedUpdate, type(eager)), {})
+    return kind(eager, model)
+
+
 class HookedUpdate(Update):
     """Makes one optimizer's updates, with the module's hooks in them.
 
@@ -261,6 +268,14 @@ class HookedUpdate(Update):
         vars(self).update(vars(eager))
         self._model, self._hooks = model, model.hooks
         self.apply: Any = HookedApplier(eager.apply, model)
+        self._has_begun = False  # the batch, whatever parts it is computed in
+        self.loss: torch.Tensor | None = None  # of the last batch
+        if type(eager) is not Update and self._hooks.has("optimizer_zero_grad"):
+            raise refusal(
+                f"{self._hooks.kind.__name__} overrides optimizer_zero_grad, which decides what "
+                "gradients a batch adds to, but out_of_memory='split' may compute a batch's "
+                "gradients several times. Leave one of them out.",
+            )
         if self._hooks.has("backward"):
             if self._strategy.engine is not None:
                 raise refusal(
@@ -284,7 +299,8 @@ class HookedUpdate(Update):
     def before_backward(self, loss: torch.Tensor | None, index: int) -> None:
         """Call the hooks between a step and its backward."""
         hooks = self._hooks
-        if self._batches == 0:
+        if self._batches == 0 and not self._has_begun:
+            self._has_begun = True
             hooks.ask("on_before_zero_grad", self.optimizer)
             hooks.ask("optimizer_zero_grad", self._model.current_epoch, index, self.optimizer)
         if loss is not None:
@@ -317,7 +333,9 @@ class HookedUpdate(Update):
         return None
 
     def _learned(self, batch: Batch, index: int, record: Logbook, **options: Any) -> Any:
+        self._has_begun = False
         outcome = super().__call__(batch, index, record, **options)
+        self.loss = None if outcome.loss is None else outcome.loss.detach()
         if outcome.loss is None and self.accumulate == 1 and self._is_alone:
             self.apply()  # there are no gradients, but it counts
         self.apply.after_backward()

@@ -59,7 +59,8 @@ class RunFolder(Callback):
 
     The folder gets
 
-    - `run.json`: the settings of `compile` and `fit`, the environment, how the run ended;
+    - `run.json`: the settings of `compile` and `fit`, the environment, how the run ended, and the
+      batches that `out_of_memory="split"` has computed in parts;
     - `steps.npy`: the loss, the rate and a digest of the samples of each update, and a digest of
       the weights of each epoch;
     - `log.csv`: the values of each epoch, and `curves.png`, if matplotlib is installed;
@@ -358,7 +359,8 @@ class RunFolder(Callback):
     def _write(self) -> None:
         """Write the record, the page, and at times the curves."""
         monitor = "" if self._monitored is None else self._monitored.name
-        record = {**self._record, "monitor": monitor, "epochs": self._epochs}
+        parts = self.params.get("parts", {})
+        record = {**self._record, "monitor": monitor, "epochs": self._epochs, "parts": parts}
         replace_text(self.path / RECORD, json.dumps(record, indent=2) + "\n")
         if self._epochs and time.monotonic() - self._drawn_at > REDRAWN_AFTER_S:
             self._draw()
@@ -502,6 +504,12 @@ th, td { text-align: left; padding: .2rem 1rem .2rem 0; border-bottom: 1px solid
 """
 
 
+CUT = (
+    "They were computed in parts, with the numbers of the whole batch. A smaller batch_size with "
+    "more accumulate_grad_batches makes the same updates without the failed attempts."
+)
+
+
 def page(folder: Path, record: dict[str, Any]) -> str:
     """Return a run on one page of HTML, which needs no other file.
 
@@ -525,6 +533,9 @@ def page(folder: Path, record: dict[str, Any]) -> str:
         picture = base64.b64encode((folder / CURVES).read_bytes()).decode()
         parts.append(f'<img alt="Curves of the values" src="data:image/png;base64,{picture}">')
     parts += ["<h2>Values</h2>", _table(names, rows)] if rows else []
+    if cut := record.get("parts"):
+        parts += ["<h2>Batches that didn't fit into memory</h2>", f"<p>{html.escape(CUT)}</p>"]
+        parts.append(_table(["batch", "parts"], [[one, str(cut[one])] for one in cut]))
     parts += ["<h2>Settings</h2>", _pairs(record["settings"])]
     parts += ["<h2>Environment</h2>", _pairs(record["environment"])]
     title = html.escape(f"Run {folder.name}")

@@ -11,6 +11,7 @@ Example:
     ...         return outcome
 """
 
+from fitkit.module import is_metric, joined_values
 from fitkit.training.applier import Applier, ScaledApplier
 from fitkit.training.compiler import Compiler, NetAlone, Take, Updates
 from fitkit.training.empty_parts import stop_gradients_of_nothing
@@ -42,7 +43,9 @@ __all__ = [
     "count_in",
     "counter_of",
     "forward_of",
+    "is_metric",
     "is_plain_wrapper",
+    "joined_values",
     "labels_inside",
     "loss_in",
     "parts_of_update",

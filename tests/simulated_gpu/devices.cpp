@@ -278,4 +278,5 @@ void sim_set_stream(int d, int64_t s) {
 }
 size_t sim_memory(int d, int what) { return what == 0 ? held[d] : what == 1 ? peak[d] : CAPACITY; }
 void sim_reset_peak(int d) { peak[d] = held[d]; }
+void sim_set_share(int d, double of_capacity) { share[d] = of_capacity; }
 }

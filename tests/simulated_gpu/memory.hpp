@@ -33,10 +33,11 @@ struct DeviceMemory final : c10::Allocator {
     c10::DataPtr allocate(size_t n) override {
         check_usable();
         context[current] = true;
-        TORCH_CHECK_WITH(OutOfMemoryError, held[current] + n <= CAPACITY,
+        const size_t most = share[current] ? size_t(share[current] * CAPACITY) : CAPACITY;
+        TORCH_CHECK_WITH(OutOfMemoryError, held[current] + n <= most,
                          "CUDA out of memory. Tried to allocate ", n / 1048576.0, " MiB. GPU ", int(current),
                          " has a total capacity of ", CAPACITY / 1048576.0, " MiB of which ",
-                         (CAPACITY - held[current]) / 1048576.0, " MiB is free.");
+                         (most - held[current]) / 1048576.0, " MiB is free.");
         if (!n) return {nullptr, nullptr, &release, Device(KIND, current)};
         void *p = block(n);
         Lock lock;

@@ -37,6 +37,8 @@ std::unordered_map<Key, Clock> clocks;
 std::unordered_map<Key, std::list<Freed>> freed;
 Clock host;
 size_t held[MOST] = {}, peak[MOST] = {}, streams_made = 0;
+// Of the capacity, what the process may have.
+double share[MOST] = {};
 Key key(Stream s) { return Key(s.device_index()) * 65536 + s.id(); }
 Stream now(DeviceIndex d) { return Stream(Stream::UNSAFE, Device(KIND, d), chosen[d]); }
 void merge(Clock &into, const Clock &from) {

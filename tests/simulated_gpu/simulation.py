@@ -87,6 +87,7 @@ def _load():
     library.sim_memory.restype = ctypes.c_size_t
     library.sim_get_stream.restype = ctypes.c_int64
     library.sim_set_stream.argtypes = ctypes.c_int, ctypes.c_int64
+    library.sim_set_share.argtypes = ctypes.c_int, ctypes.c_double
     library.sim_resize.argtypes = ctypes.c_void_p, ctypes.c_size_t
     library.sim_install(callback, "\n".join(_mixing_functions()).encode(), _visible())
 
@@ -220,6 +221,7 @@ def _complete(c, storage):
         "_cuda_resetPeakMemoryStats": lambda index: library.sim_reset_peak(index),
         "_cuda_resetAccumulatedMemoryStats": lambda index: None,
         "_cuda_emptyCache": lambda: None,
+        "_cuda_setMemoryFraction": lambda share, index: library.sim_set_share(index, share),
         "_cuda_getArchFlags": lambda: "sm_90",
         "_cuda_canDeviceAccessPeer": lambda one, other: True,
         "_cuda_sleep": lambda cycles: None,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from fitkit import trees
 from fitkit.accelerators import generator_states, set_generator_states
+from fitkit.errors import OutOfMemoryError
+from fitkit.extras.splitting.refusals import without_rows
 from fitkit.random_states import random_state, set_random_state
-
-Restore = Callable[[], None]
+from fitkit.seams.data import Batch
 
 
 class KeptBuffers:
@@ -54,23 +56,90 @@ class KeptBuffers:
                 self._seen[number] = tensor, tensor._version
 
 
-def random_numbers(device: torch.device, *, all_libraries: bool) -> Restore:
-    """Return what puts random numbers back: torch's, on the CPU and on the device.
+class RandomNumbers:
+    """Puts random numbers back: torch's, on the CPU and on the device.
+
+    Python's and NumPy's, too, where a step of the user's draws them in its first batch. Keeping
+    those of each batch costs some 70 µs.
 
     Args:
-        all_libraries: whether also Python's and NumPy's, which code of the user's may draw. They
-            cost some 40 µs.
+        device: draws, too, unless it is the CPU.
+        of_user: whether the steps are the user's code.
     """
-    if all_libraries:
-        state = random_state(devices=[device])
-        return lambda: set_random_state(state, devices=[device])
-    on_cpu, on_device = torch.get_rng_state(), generator_states([device])
 
-    def restore() -> None:
-        torch.set_rng_state(on_cpu)
-        set_generator_states([device], on_device)
+    def __init__(self, device: torch.device, *, of_user: bool) -> None:
+        self._devices = [] if device.type == "cpu" else [device]
+        self._is_known, self._has_others = not of_user, of_user
+        self._others: dict[str, Any] = {}
 
-    return restore
+    def note(self) -> None:
+        """Keep their states of now."""
+        if self._has_others:
+            self._others = random_state(devices=self._devices)
+        else:
+            self._on_cpu = torch.get_rng_state()
+            self._on_device = generator_states(self._devices) if self._devices else []
+
+    def restore(self) -> None:
+        """Put back what they were."""
+        if self._has_others:
+            set_random_state(self._others, devices=self._devices)
+        else:
+            torch.set_rng_state(self._on_cpu)
+            set_generator_states(self._devices, self._on_device)
+
+    def end_batch(self) -> None:
+        """See by the first batch whether Python's and NumPy's are drawn."""
+        if not self._is_known:
+            self._is_known = True
+            now, before = random_state(devices=self._devices), self._others
+            mine, other = now["numpy"]["state"], before["numpy"]["state"]
+            is_same = mine["pos"] == other["pos"] and (mine["key"] == other["key"]).all()
+            self._has_others = not is_same or now["python"] != before["python"]
+
+
+class Inputs:
+    """Lets attempts compute what a batch holds, whatever a step writes into it.
+
+    A step that wrote into its first batch gets copies from then on. Others get the batch itself.
+    """
+
+    def __init__(self) -> None:
+        self._writes: bool | None = None  # None before the first batch
+        self._versions: list[int] | None = None
+        self._original: Any = None
+
+    def note(self, batch: Batch) -> None:
+        """Begin a batch."""
+        data = batch.data
+        if self._writes or type(data) is not tuple:
+            batch.is_lent = True
+        for one in () if batch.is_lent else data:
+            batch.is_lent = batch.is_lent or type(one) is not torch.Tensor or one.is_inference()
+        self._versions = None if batch.is_lent else [one._version for one in data]
+        if self._writes is None and not batch.is_lent:
+            self._original = trees.copied(data)
+
+    def restore(self, batch: Batch) -> None:
+        """Give the batch what it held.
+
+        Raises:
+            OutOfMemoryError: a step wrote into it, and into none before.
+        """
+        if self._versions is None or not self._have_changed(batch):
+            return
+        if self._writes is not None:
+            raise OutOfMemoryError(without_rows("Its step has written into it, as none before."))
+        batch.data, self._writes, self._versions = self._original, True, None
+
+    def end_batch(self, batch: Batch) -> None:
+        """See by the first batch whether steps write."""
+        if self._writes is None and self._versions is not None:
+            self._writes = self._have_changed(batch)
+        self._original = None
+
+    def _have_changed(self, batch: Batch) -> bool:
+        return [one._version for one in batch.data] != self._versions
 
 
 class MovedGradients:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from fitkit import trees
-from fitkit.errors import is_out_of_memory, warn
+from fitkit.errors import ConfigurationError, OutOfMemoryError, is_out_of_memory, warn
 from fitkit.extras.rows import rows_of
-from fitkit.model import Model
+from fitkit.extras.splitting.refusals import without_rows
 from fitkit.seams.data import Batch, let_go
+from fitkit.seams.networks import Module
+from fitkit.seams.steps import counter_of, unpacker_of
 
 Found = TypeVar("Found")
 
@@ -37,11 +39,11 @@ class Cuts:
     Args:
         model: computes the batches.
         verb: what it is doing, for messages.
-        samples_of: counts the samples of a batch's data.
     """
 
-    def __init__(self, model: Model, verb: str, samples_of: Callable[[Any], int]) -> None:
-        self._model, self._verb, self._samples_of = model, verb, samples_of
+    def __init__(self, model: Module, verb: str) -> None:
+        self._model, self._verb = model, verb
+        self._samples_of, self._unpack = counter_of(model), unpacker_of(model)
         self._sizes: dict[tuple[Any, ...], list[int]] = {}  # of the batches that were cut
         self._said = False
 
@@ -57,14 +59,16 @@ class Cuts:
 
     def parts_of(self, batch: Batch, sizes: list[int]) -> Iterator[Part]:
         """Yield a batch's parts. Those of a batch that only fills don't count either."""
+        if len(sizes) == 1:
+            yield Part(batch, 0, sizes[0])
+            return
         rows, first = sum(sizes), 0
         others = batch.total - batch.samples  # which the first part stands for
         for size in sizes:
             end = first + size
-            data = rows_of(batch.data, rows, slice(first, end)) if size < rows else batch.data
+            data = rows_of(batch.data, rows, slice(first, end))
             counted = size if batch.samples else 0
             total = counted + (others if first == 0 else 0)
-            # Each attempt computes what the batch holds, whatever a step writes into it.
             yield Part(Batch(data, counted, total, is_lent=True), first, end)
             first = end
 
@@ -98,23 +102,34 @@ class Cuts:
         """Return the sizes of smaller parts, and free what the failed attempt held."""
         if not is_out_of_memory(error) or max(sizes) < 2:
             raise error
-        found = [size for whole in sizes for size in (whole - whole // 2, whole // 2) if size]
-        part = next(self.parts_of(batch, found)).batch
-        if self._samples_of(part.data) != found[0]:
-            raise error  # rows that nothing shows, such as those of a graph
         let_go(error, self._model._fitkit.compilation.strategy.device)
+        found = [size for whole in sizes for size in (whole - whole // 2, whole // 2) if size]
+        try:
+            part = next(self.parts_of(batch, found)).batch.data
+        except ConfigurationError as refused:
+            raise OutOfMemoryError(without_rows(str(refused))) from error
+        if not self._cuts_inputs(batch.data, part) or self._samples_of(part) != found[0]:
+            why = "Its inputs have no row for each sample."
+            raise OutOfMemoryError(without_rows(why)) from error
         return found
 
-    def keep(self, batch: Batch, sizes: list[int]) -> None:
-        """Compute later batches of these shapes in such parts at once, and say so once."""
-        if len(sizes) == 1:
-            return
+    def _cuts_inputs(self, data: Any, part: Any) -> bool:
+        """Whether a part has less of the inputs than the batch; a graph's nodes are in each."""
+        pairs = zip(*(trees.leaves(self._unpack(one)[0]) for one in (data, part)), strict=False)
+        return any(whole is not less for whole, less in pairs)
+
+    def keep(self, batch: Batch, sizes: list[int]) -> bool:
+        """Compute later batches of these shapes in such parts at once, and say so once.
+
+        Returns:
+            Whether they weren't computed in these parts before.
+        """
         shapes = _shapes(batch.data)
         if self._sizes.get(shapes) == sizes:
-            return
+            return False
         self._sizes[shapes] = sizes
         if self._said:
-            return
+            return True
         self._said = True
         world = self._model._fitkit.compilation.strategy.world
         where = f" (rank {world.rank})" if world.size > 1 else ""
@@ -130,6 +145,7 @@ class Cuts:
             f"{instead}.",
             code="FK069",
         )
+        return True
 
 
 def _shapes(data: Any) -> tuple[Any, ...]:

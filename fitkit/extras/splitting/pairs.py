@@ -9,6 +9,7 @@ import torch
 from fitkit import trees
 from fitkit.errors import is_out_of_memory
 from fitkit.seams.losses import undone
+from fitkit.seams.networks import Guest
 from fitkit.seams.steps import CompiledStep, Outcome, OwnStep
 
 WITHIN = 1e-5
@@ -35,10 +36,11 @@ class JoinedLoss:
     @staticmethod
     def can_compare(step: object) -> bool:
         """Whether a step's loss is a function of outputs and targets that isn't known already."""
-        loss = step.loss if isinstance(step, CompiledStep) else None
-        return (
-            loss is not None and loss.own is None and loss.has_user_code and not loss.takes_inputs
-        )
+        if not isinstance(step, CompiledStep) or (loss := step.loss) is None:
+            return False
+        if type(step.guest) is not Guest:  # which may add to it
+            return False
+        return loss.own is None and loss.has_user_code and not loss.takes_inputs
 
     def take(self, outcome: Outcome, samples: int) -> None:
         """Keep a part's values, without their graph."""

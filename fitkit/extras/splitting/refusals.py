@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import sys
+
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 
 from fitkit.errors import ConfigurationError, with_code
 from fitkit.model import Model
+from fitkit.seams.networks import guest_of
 from fitkit.seams.optimizers import uses_closure
 
 CODE = "FK068"
 SPLIT = "out_of_memory='split'"
 
 
-def check_model(model: Model, optimizers: list[Optimizer]) -> None:
-    """Refuse a training whose updates can't be computed in parts.
+def check_updates(model: Model, optimizer: Optimizer) -> None:
+    """Refuse updates that compute their batches by themselves.
 
     Raises:
-        ConfigurationError: manual updates, an optimizer that computes the loss itself, or batch
-            normalisation over the batch.
+        ConfigurationError: manual updates, or an optimizer that computes the loss itself.
     """
     if not model.automatic_optimization:
         raise ConfigurationError(
@@ -27,22 +33,86 @@ def check_model(model: Model, optimizers: list[Optimizer]) -> None:
             "and cut the batch in training_step.",
             code=CODE,
         )
-    for optimizer in optimizers:
-        if uses_closure(optimizer):
-            raise ConfigurationError(
-                f"{SPLIT} can't cut the batches of {type(optimizer).__name__}, which computes the "
-                "loss again by itself. Use another optimizer, or smaller batches.",
-                code=CODE,
-            )
-    for name, part in model._weights_module().named_modules():
-        if isinstance(part, _BatchNorm) and part.training:
-            raise ConfigurationError(
-                f"{SPLIT} would give {name or type(part).__name__} ({type(part).__name__}) parts "
-                "of batches, whose means and variances aren't the batch's. Freeze it by .eval(), "
-                "use nn.GroupNorm in its place, or leave the option out and train with smaller "
-                "batches.",
-                code=CODE,
-            )
+    if uses_closure(optimizer):
+        raise ConfigurationError(
+            f"{SPLIT} can't cut the batches of {type(optimizer).__name__}, which computes the "
+            "loss again by itself. Use another optimizer, or smaller batches.",
+            code=CODE,
+        )
+
+
+def check_layers(model: Model) -> None:
+    """Refuse layers in training mode that a batch's parts would change otherwise than the batch.
+
+    Raises:
+        ConfigurationError: batch normalisation over the batch, statistics that move with each
+            forward, or weights that do.
+    """
+    found = dict(model._weights_module().named_modules())
+    layers = getattr(getattr(guest_of(model), "given", None), "_flatten_layers", None)
+    if layers is not None:  # Keras's
+        found |= {layer.name: layer for layer in layers()}
+    for name, part in found.items():
+        if (why := _changed_by_parts(part)) is None:
+            continue
+        kind = type(part).__name__
+        raise ConfigurationError(
+            f"{SPLIT} would give {name or kind} ({kind}) parts of batches, {why}, or leave the "
+            "option out and train with smaller batches.",
+            code=CODE,
+        )
+
+
+def _changed_by_parts(layer: nn.Module) -> str | None:
+    """Return why a layer can't have parts of batches, and what to do; None if it can."""
+    keras = sys.modules.get("keras")
+    if keras is not None and isinstance(layer, keras.layers.BatchNormalization):
+        frozen = "layer.trainable = False"
+        is_frozen = not layer.trainable
+        return None if is_frozen else BATCH_NORM.format(other="GroupNormalization", frozen=frozen)
+    if not layer.training:
+        return None
+    if isinstance(layer, _BatchNorm):
+        return BATCH_NORM.format(other="nn.GroupNorm", frozen=".eval()")
+    if isinstance(layer, _InstanceNorm) and layer.track_running_stats:
+        return "each of which moves its running statistics. Give it track_running_stats=False"
+    hooks = layer._forward_pre_hooks.values()
+    if isinstance(layer, _SpectralNorm) or any(isinstance(one, SpectralNorm) for one in hooks):
+        return "each of which moves its spectral norm's estimate. Freeze it by .eval()"
+    return None
+
+
+BATCH_NORM = (
+    "whose means and variances aren't the batch's. Freeze it by {frozen}, use {other} in its place"
+)
+
+
+def not_a_mean(apart: float, *, is_own: bool) -> str:
+    """Return why an out-of-memory error stays one, for a step whose parts aren't the batch.
+
+    Args:
+        is_own: whether the step is the user's.
+    """
+    instead = " Or return {'loss': loss, 'count': what it is the mean over}." if is_own else ""
+    return with_code(
+        f"Memory ran out, and {SPLIT} can't compute this batch in parts: the loss of some of its "
+        f"rows isn't the mean of their halves' losses ({apart:.1e} apart). It compares rows with "
+        f"one another, or is a mean over something else than rows.{instead} Use smaller batches.",
+        CODE,
+    )
+
+
+def without_rows(why: str) -> str:
+    """Return why an out-of-memory error stays one, for a batch without rows to cut.
+
+    Args:
+        why: a sentence of it.
+    """
+    return with_code(
+        f"Memory ran out, and {SPLIT} can't compute this batch in parts. {why} Use smaller "
+        "batches.",
+        CODE,
+    )
 
 
 def over_pairs(apart: float) -> str:

@@ -11,7 +11,7 @@ from fitkit import trees
 from fitkit.extras.splitting.cuts import Cuts
 from fitkit.seams.data import Batch
 from fitkit.seams.losses import total_of
-from fitkit.seams.steps import CompiledStep, Outcome, counter_of
+from fitkit.seams.steps import CompiledStep, Outcome
 
 VERBS = {"test": "evaluate", "validation": "a validation", "predict": "predict"}
 """What messages call a stage."""
@@ -29,19 +29,23 @@ class StepInParts(CompiledStep):
 
     def __init__(self, stage: str, model: Any, *given: Any, **options: Any) -> None:
         super().__init__(model, *given, **options)
-        self._cuts = Cuts(model, VERBS[stage], counter_of(model))
+        self._cuts = Cuts(model, VERBS[stage])
 
     def __call__(self, batch: Batch, index: int = 0, *, is_part: bool = False) -> Outcome:
         """Return what the net and the loss give for a batch."""
         whole = super().__call__
+
+        batch.is_lent = True  # each attempt computes what it holds, whatever the net writes into it
 
         def compute(sizes: list[int]) -> list[Outcome]:
             parts = self._cuts.parts_of(batch, sizes)
             return [whole(part.batch, index, is_part=is_part) for part in parts]
 
         found, sizes = self._cuts.tried(batch, compute)
+        if len(sizes) == 1:
+            return found[0]
         self._cuts.keep(batch, sizes)
-        return found[0] if len(found) == 1 else joined(found, sizes)
+        return joined(found, sizes)
 
     def joining_losses(self, first: Batch) -> None:
         """Return None: each batch is computed by itself, so that it can be cut."""
@@ -53,6 +57,18 @@ def joined(found: list[Outcome], sizes: list[int]) -> Outcome:
     Args:
         sizes: the parts' rows.
     """
+    whole = [_rows([getattr(one, name) for one in found], sizes) for name in ROWS]
+    made = joined_losses(found, sizes)
+    made.outputs, made.target, made.weight = whole
+    return made
+
+
+def joined_losses(found: list[Outcome], sizes: list[int]) -> Outcome:
+    """Return the losses of a batch, from those of its parts.
+
+    Args:
+        sizes: the parts' rows.
+    """
     loss, count = mean_of([(one.loss, one.count) for one in found], sizes)
     terms = []
     for parts in zip(*(one.terms for one in found), strict=True):
@@ -60,8 +76,7 @@ def joined(found: list[Outcome], sizes: list[int]) -> Outcome:
         terms.append(dataclasses.replace(parts[0], value=value, count=counted))
     if terms:
         loss, count = total_of(terms), None
-    whole = [_rows([getattr(one, name) for one in found], sizes) for name in ROWS]
-    return Outcome(loss, count, terms, *whole)
+    return Outcome(loss, count, terms)
 
 
 ROWS = ("outputs", "target", "weight")

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
+import torch
+
+from fitkit import trees
 from fitkit.errors import OutOfMemoryError
-from fitkit.extras.splitting.attempts import KeptBuffers, MovedGradients, copy_of, random_numbers
+from fitkit.extras.splitting.attempts import (
+    Inputs,
+    KeptBuffers,
+    MovedGradients,
+    RandomNumbers,
+    copy_of,
+)
 from fitkit.extras.splitting.cuts import Cuts
+from fitkit.extras.splitting.halves import apart
+from fitkit.extras.splitting.logs import Logs
 from fitkit.extras.splitting.pairs import WITHIN, JoinedLoss
-from fitkit.extras.splitting.refusals import check_model, over_pairs
+from fitkit.extras.splitting.refusals import check_layers, check_updates, not_a_mean, over_pairs
+from fitkit.extras.splitting.steps import joined_losses
 from fitkit.seams.data import Batch
-from fitkit.seams.steps import Logbook, Outcome, OwnStep, Update, count_in, counter_of
+from fitkit.seams.steps import Logbook, Outcome, OwnStep, Update, count_in
+
+AS_IS = contextlib.nullcontext()
+"""What surrounds a step where nothing has to."""
 
 
 class UpdateInParts(Update):
@@ -29,54 +43,57 @@ class UpdateInParts(Update):
 
     def __init__(self, model: Any, step: Any, *given: Any, **options: Any) -> None:
         super().__init__(model, step, *given, **options)
+        check_updates(model, self.optimizer)
         strategy = model._fitkit.compilation.strategy
-        self._model, self._device = model, strategy.device
+        self._model = model
         self._logs = Logs(step) if isinstance(step, OwnStep) else None
-        self._kept_buffers = KeptBuffers(model._fitkit.compilation.trained(model).modules())
+        self._buffers_kept = KeptBuffers(model._fitkit.compilation.trained(model).modules())
+        self._random = RandomNumbers(strategy.device, of_user=self._logs is not None)
+        self._inputs = Inputs()
         self._is_checked = False
         self._compares = JoinedLoss.can_compare(step)  # at the first cut
         self._joined: JoinedLoss | None = None  # of the batch
         self._at_begin: Any = None  # how the group weighed before the batch
         self._recorded = 0  # rows of the batch
+        self._held: list[tuple[Batch, Outcome]] = []  # of the attempt: what a guard must admit
         self._learns = False  # whether a part of it had a loss
-        self.cuts: Cuts = Cuts(model, "fit", counter_of(model))
+        self.cuts: Cuts = Cuts(model, "fit")
 
     def __call__(
         self, batch: Batch, index: int, record: Logbook, *, begins: bool = True, **optimizer: Any
     ) -> Outcome:
         """Learn from a batch, in as many parts as it takes."""
         if not self._is_checked:  # the modes of a training are set by now
-            check_model(self._model, [self.optimizer])
+            check_layers(self._model)
             self._is_checked = True
         if begins:
             self.begin()
         earlier = MovedGradients(self._averaged) if self._batches else None
-        random = random_numbers(self._device, all_libraries=self._logs is not None)
-        self._kept_buffers.note()
-        self._at_begin, self._recorded = copy_of(self._group), 0
-
-        def compute(sizes: list[int]) -> Outcome:
-            with self._around_step() if self.accumulate > 1 else nullcontext():
-                return self._computed(batch, index, record, sizes, **optimizer)
-
-        def undo() -> None:
-            random()
-            self._kept_buffers.restore()
-            self._group = copy_of(self._at_begin)
-            for parameter in self._averaged:
-                parameter.grad = None
-
+        self._random.note()
+        self._buffers_kept.note()
+        self._inputs.note(batch)
+        self._at_begin = None if self._group is None else copy_of(self._group)
+        self._recorded = 0
+        compute = partial(self._computed, batch, index, record, optimizer)
         try:
-            outcome, sizes = self.cuts.tried(batch, compute, undo)
+            outcome, sizes = self.cuts.tried(batch, compute, partial(self._undo, batch))
         except BaseException:
             if earlier is not None:
                 earlier.put_back()
             raise
         if earlier is not None:
             earlier.add()
-        if self._joined is not None:
-            self._check_loss(self._joined)
-        self.cuts.keep(batch, sizes)
+        self._inputs.end_batch(batch)
+        self._random.end_batch()
+        if len(sizes) > 1:
+            if self._joined is not None:
+                self._check_loss(self._joined)
+            if self.cuts.keep(batch, sizes):
+                self._check_halves(batch, index, sizes, optimizer)
+        if self._held:
+            self._record_held(batch, outcome, record)
+        if self._logs is not None:
+            self._logs.end_batch(is_padding=batch.samples == 0)
         if self._group is not None:
             self._batches += self._learns
             if self._batches == self.accumulate:
@@ -85,23 +102,42 @@ class UpdateInParts(Update):
             self._update()
         return outcome
 
+    def _undo(self, batch: Batch) -> None:
+        """Let a failed attempt have changed nothing."""
+        self._random.restore()
+        self._buffers_kept.restore()
+        self._inputs.restore(batch)
+        self._group = copy_of(self._at_begin)
+        for parameter in self._averaged:
+            parameter.grad = None
+
     def _computed(
-        self, batch: Batch, index: int, record: Logbook, sizes: list[int], **optimizer: Any
+        self, batch: Batch, index: int, record: Logbook, optimizer: dict[str, Any], sizes: list[int]
     ) -> Outcome:
-        """Compute a batch's gradients in parts; return what the last part's step found."""
+        """Compute a batch's gradients in parts; return what the steps found, as of the batch."""
+        with self._around_step() if self.accumulate > 1 else AS_IS:
+            return self._computed_in(batch, index, record, optimizer, sizes)
+
+    def _computed_in(
+        self, batch: Batch, index: int, record: Logbook, optimizer: dict[str, Any], sizes: list[int]
+    ) -> Outcome:
         is_part, self._learns = self.is_part or len(sizes) > 1, False
         joined = JoinedLoss(self.step) if self._compares and len(sizes) > 1 else None
-        outcome: Outcome | None = None
+        found: list[Outcome] = []
+        self._held = []
         for part in self.cuts.parts_of(batch, sizes):
             is_new = part.end > self._recorded
-            with nullcontext() if self._logs is None else self._logs.of(part.batch, is_new=is_new):
+            with AS_IS if self._logs is None else self._logs.of(part.batch, is_new=is_new):
                 outcome = self.step(part.batch, index, is_part=is_part, **optimizer)
                 if joined is not None:
                     joined.take(outcome, part.batch.samples)
-                if is_new:
-                    self._recorded = part.end
+                if self._fit_state.guard is not None:
+                    self._held.append((part.batch, without_graph(outcome)))
+                elif is_new:
                     self.step.record(part.batch, outcome, record)
+                self._recorded = max(self._recorded, part.end)
             outcome.outputs = None
+            found.append(outcome if len(sizes) == 1 else without_graph(outcome))
             if outcome.loss is None:
                 self.check_alone()
                 continue
@@ -113,17 +149,37 @@ class UpdateInParts(Update):
                 self._begin_group(batch, outcome, is_cut=len(sizes) > 1)
             assert self._group is not None
             self._add_gradients(*self._group.part(part.batch, outcome))
-        if self._logs is not None:
-            self._logs.exchange_batch(is_padding=batch.samples == 0)
         self._joined = joined
-        assert outcome is not None
-        return outcome
+        return found[0] if len(found) == 1 else joined_losses(found, sizes)
+
+    def _record_held(self, batch: Batch, outcome: Outcome, record: Logbook) -> None:
+        """Record what waited for a guard, which looks at whole batches."""
+        held, self._held = self._held, []
+        guard = self._fit_state.guard
+        if not held or guard is None or not guard.counts(self.optimizer, batch, outcome):
+            return
+        for part, of_part in held:
+            with AS_IS if self._logs is None else self._logs.of(part, is_new=True):
+                self.step.record(part, of_part, record)
 
     def _check_loss(self, joined: JoinedLoss) -> None:
         """Refuse, after the first cut, a loss that can't be computed in parts."""
         self._compares, self._joined = False, None
         if (apart := joined.difference()) > WITHIN:
             raise OutOfMemoryError(over_pairs(apart))
+
+    def _check_halves(
+        self, batch: Batch, index: int, sizes: list[int], optimizer: dict[str, Any]
+    ) -> None:
+        """Refuse, at the first cut of batches of some shapes, steps that parts would change."""
+
+        def compute(part: Batch) -> Outcome:
+            with AS_IS if self._logs is None else self._logs.of(part, is_new=False):
+                return without_graph(self.step(part, index, is_part=True, **optimizer))
+
+        given = self._model, self.cuts, batch, sizes, self._buffers_kept
+        if (found := apart(*given, compute)) is not None:
+            raise OutOfMemoryError(not_a_mean(found, is_own=self._logs is not None))
 
     def _begin_group(self, batch: Batch, outcome: Outcome, *, is_cut: bool) -> None:
         """Choose how the parts of a group weigh, once, however often its first batch is tried.
@@ -142,47 +198,11 @@ class UpdateInParts(Update):
         self._at_begin = copy_of(self._group)
 
 
-class Logs:
-    """What a step of the user's logs, each row of it once, however often it is computed.
-
-    Args:
-        step: the step.
-    """
-
-    def __init__(self, step: OwnStep) -> None:
-        self._step = step
-        self._notes: list[tuple[Any, ...]] = []
-
-    @contextlib.contextmanager
-    def of(self, part: Batch, *, is_new: bool) -> Iterator[None]:
-        """Surround a part's step, whose values count once the block has ended.
-
-        Args:
-            is_new: whether no earlier attempt has recorded the part.
-        """
-        context: Any = self._step.context
-        self._notes = []
-        record, batch = context.record, context.batch
-        logged, record.logged = record.logged, self
-        context.batch, context.is_silent = part, not is_new
-        try:
-            yield
-        finally:
-            record.logged, context.batch, context.is_silent = logged, batch, False
-        for given in self._notes:
-            logged.add(*given)
-
-    def add(self, *given: Any) -> None:
-        """Take a value that a step logs."""
-        self._notes.append(given)
-
-    def exchange(self, *ranks: Any, is_padding: bool = False) -> None:
-        """Leave it to the batch's end: ranks may have other numbers of parts."""
-
-    def exchange_batch(self, *, is_padding: bool) -> None:
-        """Exchange the values of a batch that the ranks share in each step.
-
-        Ranks:
-            Collective.
-        """
-        self._step.context.logged.exchange(self._step.ranks, is_padding=is_padding)
+def without_graph(outcome: Outcome) -> Outcome:
+    """Return what a step found, as values alone."""
+    loss = None if outcome.loss is None else outcome.loss.detach()
+    terms = [dataclasses.replace(term, value=term.value.detach()) for term in outcome.terms]
+    outputs = trees.map_leaves(
+        lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, outcome.outputs
+    )
+    return dataclasses.replace(outcome, loss=loss, terms=terms, outputs=outputs)
