@@ -66,9 +66,9 @@ class Logs:
         notes, self._of_batch = self._of_batch, {}
         logged = self._step.context.logged
         for name, of_parts in notes.items():
-            value, options, samples = of_parts[0]
+            value, options, samples, in_step = of_parts[0]
             if len(of_parts) > 1:
-                values = [(value, samples) for value, _, samples in of_parts]
+                values = [(value, samples) for value, _, samples, _ in of_parts]
                 value, samples = joined_values(values, options.reduce_fx)
-            logged.add(name, value, options, samples)
+            logged.add(name, value, options, samples, in_step)
         logged.exchange(self._step.ranks, is_padding=is_padding)
