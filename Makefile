@@ -156,6 +156,7 @@ docs: $(STAMP)
 pictures: $(STAMP)
 	@$(BIN)/python docs/readme_figures.py
 	@$(BIN)/python docs/make_foreign_names.py
+	@$(BIN)/python docs/make_codes.py
 	@$(BIN)/python docs/make_pictures.py $(ARGS)
 
 release: $(STAMP)

@@ -12,8 +12,9 @@ FitkitError
 └── MissingPackageError (ImportError)    an optional package isn't installed
 ```
 
-`docs/troubleshooting.md` explains many of them. Those end with a code (`FK012`) and a link to its
-section there; `error.code` has the code alone.
+Many of them end with a code (`FK012`) and the command that prints its causes and what to do:
+`python -m fitkit explain FK012`. `docs/troubleshooting.md` has the same texts; `error.code` has the
+code alone.
 
 Below them: how torch's own errors about shapes, number types and memory are known.
 """
@@ -31,8 +32,6 @@ from pathlib import Path
 import torch
 
 from fitkit.printing import where_possible
-
-PAGE = "docs/troubleshooting.md"
 
 CODES = {
     "FK001": "the net can't take the batch's shape",
@@ -115,15 +114,15 @@ CODES = {
 
 
 def with_code(message: str, code: str) -> str:
-    """Return a message that ends with its code, and with the section of the page that explains it.
+    """Return a message that ends with its code, and with the command that explains it.
 
     Example:
         >>> from fitkit.errors import with_code
         >>> with_code("x is empty.", "FK005")
-        'x is empty. (FK005: docs/troubleshooting.md#fk005)'
+        'x is empty. (FK005: python -m fitkit explain FK005)'
     """
     assert code in CODES, code
-    return f"{message} ({code}: {PAGE}#{code.lower()})"
+    return f"{message} ({code}: python -m fitkit explain {code})"
 
 
 class FitkitError(Exception):
