@@ -151,6 +151,12 @@ class FitkitError(Exception):
         super().__init__(*arguments)
         self.code = code
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the traceback as IPython and Jupyter show it, which ask for this."""
+        from fitkit.extras.notebook_tracebacks import rendered
+
+        return rendered(self)
+
 
 class ConfigurationError(FitkitError, ValueError):
     """What was asked can't be done; raised by the call that has the mistake.

@@ -99,6 +99,7 @@ FACES = {
     "distributed/launchers/asking.py": {"whereabouts"},
     "distributed/launchers/watch.py": {"whereabouts"},
     "distributed/devices.py": {"xla_adapters"},
+    "errors.py": {"notebook_tracebacks"},
     "optimizers.py": {"parameter_groups"},
     "losses/class_weights.py": {"class_weights"},
     "losses/loss.py": {"class_labels", "summing_losses"},
