@@ -37,15 +37,13 @@ def code_text(code: str) -> str:
     known = code.strip().upper()
     if known not in CODES:
         raise ConfigurationError(
-            f"{describe(code)} is no code of a message. "
-            "python -m fitkit explain lists all codes."
+            f"{describe(code)} is no code of a message. python -m fitkit explain lists all codes."
         )
     file = Path(__file__).parents[1] / "codes.json"
     text = json.loads(file.read_text("utf-8"))[known]
     parts = [f"{known}: {CODES[known]}", f"The message says: {text['message']}", text["text"]]
     return "\n\n".join(
-        textwrap.fill(part, WIDTH, break_long_words=False, break_on_hyphens=False)
-        for part in parts
+        textwrap.fill(part, WIDTH, break_long_words=False, break_on_hyphens=False) for part in parts
     )
 
 
