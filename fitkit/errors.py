@@ -109,6 +109,8 @@ CODES = {
     "FK083": "what a LightningModule can't be trained with",
     "FK084": "what a LightningModule's trainer doesn't have",
     "FK090": "a data module of Lightning that a verb can't read",
+    "FK091": "weights of a loss that don't fit its predictions",
+    "FK092": "labels that are missing",
 }
 """What each code stands for. A code is never used again for something else."""
 

@@ -255,6 +255,12 @@ def _from_columns(value: Any, name: str) -> np.ndarray[Any, Any]:
     return array.astype(np.int64, copy=False) if is_frame and array.dtype.kind in "iu" else array
 
 
+def column_names(value: Any) -> tuple[str, ...]:
+    """Return the names of a data frame's columns; empty for other data."""
+    is_frame = hasattr(value, "dtypes") and hasattr(value, "columns")
+    return tuple(map(str, value.columns)) if is_frame else ()
+
+
 def _refuse_missing(value: Any, dtypes: Mapping[Any, Any], name: str) -> None:
     """Refuse missing whole numbers and flags: only floating-point numbers can be nan."""
     for column, dtype in dtypes.items():
@@ -438,6 +444,9 @@ class ArraySource(Source):
         batch_size: samples per batch. The last batch may be shorter.
         shuffle: True for a new order each pass, `"batch"` to permute within each batch only.
 
+    Attributes:
+        columns: the names of x's columns and of y's, where those were data frames.
+
     The order of pass `p` follows from `p` and a seed, which is drawn from torch's global generator
     at the first shuffled pass. Nothing else draws from that generator. For `permutation.MANY` or
     more samples the order is computed, otherwise kept in memory.
@@ -454,6 +463,7 @@ class ArraySource(Source):
         self.samples: int = samples_among(batch[0])
         self.steps: int = -(-self.samples // batch_size)
         self.seed: int | None = None
+        self.columns: tuple[tuple[str, ...], ...] = ()
         self._flat = all(isinstance(part, torch.Tensor) and is_dense(part) for part in batch)
 
     @property

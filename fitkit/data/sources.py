@@ -29,6 +29,7 @@ from fitkit.data.arrays import (
     as_tensors,
     check_cuttable,
     check_lengths,
+    column_names,
     is_array,
     refuse_masked,
     samples_between,
@@ -333,7 +334,9 @@ def make_source(
         warn_of_second_target(y, sample_weight)
     batch = array_batch(x, y, sample_weight, float_dtype=float_dtype, name=name)
     check_cuttable(batch[0], name)
-    return ArraySource(batch, batch_size, shuffle)
+    source = ArraySource(batch, batch_size, shuffle)
+    source.columns = tuple(column_names(part) for part in (x, y))
+    return source
 
 
 def array_batch(
