@@ -159,8 +159,12 @@ def as_tensors(value: Any, name: str, float_dtype: torch.dtype, *, target: bool 
             f"{name} is {kind.words}, which no loss takes. Write {name}.to_dense()."
         )
     if tensor.ndim == 0:
+        whole = name.partition("[")[0]
+        stack = (
+            f" If {whole} is a list of samples, write numpy.stack({whole})." if "[" in name else ""
+        )
         raise ConfigurationError(
-            f"{name} is a single number, but data need a first dimension of samples."
+            f"{name} is a single number, but data need a first dimension of samples.{stack}"
         )
     if tensor.is_floating_point():
         return tensor.to(float_dtype)
@@ -347,12 +351,28 @@ def check_lengths(parts: dict[str, Any]) -> int:
             elif length != first_length:
                 raise ConfigurationError(
                     f"{first_name} has {first_length} samples, but {name + path} has {length}. "
-                    "Give the same number of samples in each.",
+                    f"Give the same number of samples in each.{_of_samples(parts)}",
                     code="FK005",
                 )
     if first_length == 0:
         raise ConfigurationError(f"{first_name} is empty: there are 0 samples.")
     return first_length
+
+
+def _of_samples(parts: dict[str, Any]) -> str:
+    """Say what to write if a list may be one of samples, as it has as many entries as another part
+    has rows.
+    """
+    lengths = {len(leaf) for leaf in trees.leaves(parts) if leaf is not None}
+    for name, tree in parts.items():
+        shapes = {getattr(leaf, "shape", None) for leaf in tree} if type(tree) is tuple else ()
+        others = {len(one) for key, one in parts.items() if key != name}
+        if len(shapes) == 1 and len(tree) > 1 and len(tree) in lengths | others:
+            return (
+                f" If {name} is a list of {len(tree)} samples, and not of inputs or outputs, write "
+                f"numpy.stack({name})."
+            )
+    return ""
 
 
 def check_alike(train: Any, held_out: Any, name: str = "validation_data") -> None:

@@ -89,7 +89,7 @@ def first_inputs(source: Source) -> Any:
         else:
             raise ConfigurationError(
                 "The net has no weights before its first batch, and these data can be read only "
-                "once. Call the net on a batch before fit."
+                "once. Call the net on a batch before fit: model.predict_on_batch(x)."
             )
     return trees.cloned(unpack_batch(batch)[0])  # the net that is called may write into them
 

@@ -167,7 +167,8 @@ def explained(
     if isinstance(error, TypeError) and CALL_ERRORS.search(text) and not any(map(_is_own, calls)):
         return ConfigurationError(
             f"The net's forward{_signature(net)} can't be called with this batch: {given}. "
-            f"{_first_line(text)} A tuple goes to the net by position, a dict by keyword.",
+            f"{_first_line(text)} A tuple goes to the net by position, a dict by keyword."
+            f"{_taken_for_target(text, x, name)}",
             code="FK003",
         )
     return None
@@ -218,6 +219,16 @@ def _calls_in(error: Exception, net: AnyCallable) -> Iterator[FrameType]:
 def _is_own(call: FrameType) -> bool:
     """Whether it is the user's forward. Torch's containers only pass their inputs on."""
     return not call.f_globals.get("__name__", "").startswith("torch.")
+
+
+def _taken_for_target(text: str, x: Tree, name: str) -> str:
+    """Say what to write if an input may have been taken for the target."""
+    if "missing" not in text or not isinstance(x, torch.Tensor):
+        return ""
+    return (
+        f" Of data (a, b) only a is {name}, and b is the target: write ((a, b), y) for two "
+        "inputs, or predict((a, b))."
+    )
 
 
 def _takes_whole(calls: list[FrameType], x: Tree) -> bool:

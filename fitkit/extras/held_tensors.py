@@ -91,11 +91,11 @@ def fault_of_net(net: Any, layer: nn.Module | None, x: list[torch.Tensor]) -> st
             f"net.to(torch.{dtype_name(wanted)})."
         )
     own = next(iter(layer.parameters(recurse=False)), None) if layer is not None else None
-    if own is not None and given and given == {own.dtype} and len(given) == len(x):
-        wanted = dtype_name(own.dtype)
+    if own is not None and given == {own.dtype} and len(x) == 1:
+        name = dtype_name(own.dtype)
         return (
-            f"x and the layer are both {wanted}, so forward makes the other type in between. "
-            f"Convert there: .to(torch.{wanted})."
+            f"x and the layer are both {name}, so forward makes the other type in between. "
+            f"Convert there: .to(torch.{name})."
         )
     return None
 

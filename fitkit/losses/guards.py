@@ -434,11 +434,21 @@ def explained(error: Exception, label: str, prediction: Any, target: Any) -> Fit
     if not of_torch or not any(kind.search(text) for kind in kinds):
         return None
     line = text.strip().splitlines()[0].strip().removesuffix(".")
+    advice = "Bring both to what it needs, inside it: for example target.reshape(prediction.shape)."
+    if "multi-target" in text and _have_one_shape(prediction, target):
+        advice = (
+            "The target has a share for each class, as batch transforms such as MixUp make them: "
+            "use torch.nn.functional.cross_entropy, which takes those, on logits."
+        )
     return ConfigurationError(
         f"{label} can't be computed: {_shapes_of(prediction, 'the prediction')}, "
         f"{_shapes_of(target, 'the target')}. torch says: {line}. "
-        "Bring both to what it needs, inside it: for example target.reshape(prediction.shape)."
+        f"{advice}"
     )
+
+
+def _have_one_shape(prediction: Any, target: Any) -> bool:
+    return getattr(prediction, "shape", None) == getattr(target, "shape", ())
 
 
 def _shapes_of(tree: Any, name: str) -> str:

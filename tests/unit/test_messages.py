@@ -199,3 +199,143 @@ def test_labels_that_are_nan_are_missing_labels(net, loss):
     trained(net(), loss, x=X[keep], y=y[keep])
     weight = keep.astype("float32")
     trained(net(), loss, y=np.where(keep, y, 0), sample_weight=weight)
+
+
+# ------------------------------------------------------------------ data and arguments
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, a, b):
+        return self.layer(torch.cat([a, b], 1))
+
+
+def test_a_second_input_that_was_taken_for_the_target_is_named():
+    model = fitkit.Model(TwoInputs())
+    model.compile("sgd", "cross_entropy", accelerator="cpu")
+    a = torch.from_numpy(X)
+    refused("FK003", "predict((a, b))", run=lambda: model.predict(TensorDataset(a, a)))
+    refused("FK003", "((a, b), y)", run=lambda: model.fit(TensorDataset(a, a), verbose=0))
+    assert model.predict((a, a)).shape == (32, 3)
+    model.fit([((a, a), torch.from_numpy(Y))], verbose=0)
+
+
+@pytest.mark.parametrize(("x", "y", "advice"), [
+    (X, [torch.tensor(int(label)) for label in Y], "numpy.stack(y)"),
+    (X, [np.array([label]) for label in Y], "numpy.stack(y)"),
+    (X, [int(label) for label in Y], "numpy.asarray(y)"),
+    (list(torch.from_numpy(X)), Y, "numpy.stack(x)"),
+    (list(X), list(torch.from_numpy(Y)), "numpy.stack(y)"),
+])  # fmt: skip
+def test_a_list_of_samples_is_answered_with_stack(x, y, advice):
+    with pytest.raises(ConfigurationError) as caught:
+        trained(x=x, y=y)
+    assert advice in str(caught.value)
+    names = {"x": x, "y": y, "numpy": np}
+    names[advice[-2]] = eval(advice, names)  # what is advised, followed
+    x, y = (np.asarray(names[name]) for name in "xy")
+    assert len(x) == len(y) == 32
+    trained(x=x, y=y)
+
+
+def test_a_list_of_inputs_of_other_lengths_is_no_list_of_samples():
+    with pytest.raises(ConfigurationError) as caught:
+        trained(x=[X, X[:5]])
+    assert caught.value.code == "FK005" and "stack" not in str(caught.value)
+
+
+def test_negative_weights_are_answered_with_a_training_step():
+    factor = np.where(Y, 1.0, -1.0).astype("float32")
+    with pytest.raises(ConfigurationError, match="training_step.*reduction='none'"):
+        trained(sample_weight=factor)
+
+    class Advantage(fitkit.Model):
+        def training_step(self, batch, batch_idx):
+            x, y, factor = batch
+            losses = functional.cross_entropy(self(x), y, reduction="none")
+            return (factor * losses).mean()
+
+    model = Advantage(nn.Linear(4, 3))
+    model.compile("sgd", accelerator="cpu")
+    model.fit([tuple(map(torch.from_numpy, (X, Y, factor)))], verbose=0)
+
+
+@pytest.mark.parametrize(("call", "facts"), [
+    (lambda: fitkit.Model(nn.Linear(4, 3), loss="mse"), ("model.compile(loss=…)",)),
+    (lambda: fitkit.Model(nn.Linear(4, 3), "adam", "mse"), ("'adam', 'mse'", "model.compile(")),
+    (lambda: fitkit.Model(net=nn.Linear(4, 3), epochs=3), ("model.fit(epochs=…)",)),
+])  # fmt: skip
+def test_a_model_that_is_given_more_than_a_net_names_compile(call, facts):
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert all(fact in str(caught.value) for fact in facts)
+
+
+def test_a_subclass_may_take_what_it_likes():
+    class Own(fitkit.Model):
+        def __init__(self, size, *, loss):
+            super().__init__(nn.Linear(size, 3))
+            self.given = loss
+
+    assert Own(4, loss="mse").given == "mse"
+
+
+@pytest.mark.parametrize(("name", "options"), [
+    ("shuffle", "fit_options"), ("steps_per_epoch", "fit_options"), ("devices", "compile_options"),
+    ("precision", "compile_options"),
+])  # fmt: skip
+def test_an_estimator_names_the_options_for_an_argument_of_fit_or_compile(name, options):
+    pytest.importorskip("sklearn")
+    from fitkit.sklearn import Classifier
+
+    with pytest.raises(TypeError, match=rf"{options}=\{{'{name}': …\}}"):
+        Classifier(nn.Linear(4, 3), **{name: 1})
+    value = {"shuffle": False, "steps_per_epoch": 1, "devices": 1, "precision": "32-true"}[name]
+    Classifier(nn.Linear(4, 3), epochs=1, **{options: {name: value}}).fit(X, Y)
+
+
+# ------------------------------------------------------------------ mixed labels, lazy layers
+
+
+@pytest.mark.parametrize(("loss", "end", "code"), [
+    ("sparse_categorical_crossentropy", nn.Softmax(1), "FK007"),
+    ("nll", nn.LogSoftmax(1), "FK007"), (nn.MultiMarginLoss(), nn.Identity(), "FK007"),
+    (lambda p, t: functional.nll_loss(p, t), nn.LogSoftmax(1), None),
+])  # fmt: skip
+def test_a_loss_of_class_numbers_beside_mixup_names_the_transform(loss, end, code):
+    def run(loss, end):
+        model = fitkit.Model(nn.Sequential(nn.Linear(4, 3), end))
+        mixup = fitkit.transforms.MixUp(0.2)
+        model.compile("sgd", loss, accelerator="cpu", batch_transforms=[mixup])
+        model.fit(X, Y, verbose=0)
+
+    refused(code, "MixUp", "cross_entropy", run=lambda: run(loss, end))
+    run("cross_entropy", nn.Identity())
+    run("categorical_crossentropy", nn.Softmax(1))
+
+
+def lazy():
+    net = nn.Sequential(nn.LazyLinear(5), nn.LazyBatchNorm1d(), nn.LazyLinear(3))
+    model = fitkit.Model(net)
+    model.compile("adam", "cross_entropy", accelerator="cpu")
+    return model
+
+
+def test_lazy_layers_get_their_shapes_from_the_first_batch_of_fit(tmp_path):
+    by_hand, model, again = lazy(), lazy(), lazy()
+    for one in (by_hand, model):
+        torch.manual_seed(0)  # the weights are drawn when their shapes are known
+        if one is by_hand:
+            one.predict_on_batch(X[:2])
+        one.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, by_hand.state_dict()[name]), name
+    assert int(model.net[1].num_batches_tracked) == 4  # the look isn't a step
+    model.save(tmp_path / "model.h5")
+    assert again.fit(X, Y, epochs=2, verbose=0, resume_from=tmp_path / "model.h5").epoch == [0, 1]
+    lazy().fit(as_loader(X), verbose=0)
+    with pytest.raises(ConfigurationError, match=r"model\.predict_on_batch"):
+        lazy().fit(iter([(torch.from_numpy(X), torch.from_numpy(Y))]), verbose=0)
