@@ -67,6 +67,7 @@ from fitkit.typing import (
     BatchTransformsArgument,
     Data,
     DevicesArgument,
+    Evaluated,
     FilePath,
     LossArgument,
     LossWeights,
@@ -83,11 +84,10 @@ from fitkit.typing import (
 )
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from fitkit.extras.streamed_predictions import Receiver
 
 Arguments = TypeVar("Arguments", FitArguments, EvaluateArguments)
+Made = TypeVar("Made", bound="Model")
 
 
 class Model(Module):
@@ -123,14 +123,14 @@ class Model(Module):
 
     history: History | None
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls: type[Made], *args: Any, **kwargs: Any) -> Made:
         """Return a model; of another library's module, one that trains it as it is."""
         net = args[0] if args else kwargs.get("net")
         kind: Any = model_kind(net) if cls is Model else None
         kind = cls if kind is None else kind
         if kind.__init__ is Model.__init__ and (len(args) > 1 or kwargs.keys() - {"net"}):
             raise _takes_the_net_alone(kind, args, kwargs)
-        made: Self = super().__new__(kind)
+        made: Made = super().__new__(kind)
         return made
 
     def __init__(self, net: nn.Module | None = None) -> None:
@@ -584,7 +584,22 @@ class Model(Module):
         sample_weight: Arrays | None = None,
         steps: int | None = None,
         callbacks: Callbacks = None,
-        return_dict: bool = False,
+        return_dict: Literal[False] = False,
+        interval: float | None = None,
+    ) -> Evaluated: ...
+
+    @overload
+    def evaluate(
+        self,
+        x: Data,
+        y: Arrays | None = None,
+        *,
+        batch_size: int = 32,
+        verbose: Verbose = "auto",
+        sample_weight: Arrays | None = None,
+        steps: int | None = None,
+        callbacks: Callbacks = None,
+        return_dict: bool,
         interval: float | None = None,
     ) -> Any: ...
 
@@ -819,7 +834,18 @@ class Model(Module):
         y: Arrays | None = None,
         sample_weight: Arrays | None = None,
         class_weight: Mapping[int, float] | None = None,
-        return_dict: bool = False,
+        return_dict: Literal[False] = False,
+    ) -> Evaluated: ...
+
+    @overload
+    def train_on_batch(
+        self,
+        x: Arrays,
+        y: Arrays | None = None,
+        sample_weight: Arrays | None = None,
+        class_weight: Mapping[int, float] | None = None,
+        *,
+        return_dict: bool,
     ) -> Any: ...
 
     @only_known_arguments
@@ -870,7 +896,17 @@ class Model(Module):
         x: Arrays,
         y: Arrays | None = None,
         sample_weight: Arrays | None = None,
-        return_dict: bool = False,
+        return_dict: Literal[False] = False,
+    ) -> Evaluated: ...
+
+    @overload
+    def test_on_batch(
+        self,
+        x: Arrays,
+        y: Arrays | None = None,
+        sample_weight: Arrays | None = None,
+        *,
+        return_dict: bool,
     ) -> Any: ...
 
     @only_known_arguments

@@ -27,14 +27,16 @@ def nearest(name: str, names: Iterable[str], most: int = 3) -> list[str]:
     `"validation_data"`. What merely looks alike isn't one: of `"class_weight"` and `"loss_weights"`
     each word counts, and so does each digit of `"top5"`.
     """
-    found: dict[str, tuple[int, str]] = {}
+    slips: dict[str, tuple[int, str]] = {}
+    parts: dict[str, tuple[int, str]] = {}
     for known in names:
-        rank = _slips_of_names(name, known)
-        if rank is None and _is_part(name, known):
-            rank = len(normalise(known))
-        if rank is not None:
-            found.setdefault(normalise(known), (rank, known))
-    return [known for _, known in sorted(found.values(), key=lambda one: one[0])[:most]]
+        count, form = _slips_of_names(name, known), normalise(known)
+        if count is not None:
+            slips.setdefault(form, (count, known))
+        elif _is_part(name, known):
+            parts.setdefault(form, (len(form), known))
+    found = sorted((slips or parts).values(), key=lambda one: one[0])
+    return [known for _, known in found[:most]]
 
 
 def _words(name: str) -> list[str]:
