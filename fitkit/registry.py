@@ -48,17 +48,19 @@ def _words(name: str) -> list[str]:
 def _slips_of_names(name: str, known: str) -> int | None:
     """Return how many slips of the pen part two names; None where they are different names."""
     words, others = _words(name), _words(known)
-    if len(words) != len(others):  # written as one word, perhaps
-        return _slips(normalise(name), normalise(known))
+    if len(words) != len(others) or len(words) == 1:  # written as one word, perhaps
+        return _slips(normalise(name), normalise(known), short=5)
     each = [_slips(*pair) for pair in zip(words, others, strict=True)]
     return sum(slips or 0 for slips in each) if None not in each else None
 
 
-def _slips(word: str, other: str) -> int | None:
+def _slips(word: str, other: str, short: int = 3) -> int | None:
     """Return how many slips of the pen part two words; None where they are different words.
 
-    In a short word, as in an acronym, each letter has a meaning: one may only be left out, swapped
-    with the next, or be the plural's.
+    Args:
+        word, other: in lower case.
+        short: in a word of at most so many letters, as in an acronym, each has a meaning: one may
+            only be left out, swapped with the next, or be the plural's.
     """
     if re.findall(r"\d+", word) != re.findall(r"\d+", other):
         return None
@@ -66,7 +68,7 @@ def _slips(word: str, other: str) -> int | None:
     if abs(len(word) - len(other)) > 2:
         return None
     slips = _edits(word, other)
-    if length <= 4 and slips:
+    if length <= short and slips:
         is_left_out = len(word) < len(other)
         is_same = is_left_out or word == f"{other}s" or sorted(word) == sorted(other)
         return slips if slips == 1 and is_same else None
@@ -89,10 +91,14 @@ def _edits(form: str, other: str) -> int:
 
 
 def _is_part(name: str, known: str) -> bool:
-    """Whether all words of a name are words of a known one, which has more."""
+    """Whether all words of a name are words of a known one, which has more; or the known one is
+    short for it, as `"eps"` is.
+    """
     others = _words(known)
+    if len(others) == 1 == len(_words(name)) and len(known) > 2:
+        return name.lower().startswith(others[0]) and len(name) >= 2 * len(known)
     return len(normalise(name)) > 3 and all(
-        any(_slips(word, other) in (0, 1) for other in others) for word in _words(name)
+        any(_slips(word, other, short=5) in (0, 1) for other in others) for word in _words(name)
     )
 
 

@@ -129,7 +129,8 @@ def _check_index_shape(
     raise ConfigurationError(
         f"{label} has classes in axis 1. For predictions of shape {tuple(shape)} it takes class "
         f"indices of shape {tuple(batch_and_positions)}{ending}. y has shape "
-        f"{tuple(target.shape)}."
+        f"{tuple(target.shape)}.",
+        code="FK007" if target.shape == shape else None,
     )
 
 

@@ -250,6 +250,7 @@ def test_what_is_advised_for_a_name_works(place, name, sentence):
 @pytest.mark.parametrize(("kind", "name"), [
     ("loss", "dice_score"), ("loss", "gaussian"), ("loss", "rmsle"), ("metrics", "mase"),
     ("metrics", "f2"), ("metrics", "brier_skill"), ("optimizer", "lion8"), ("optimizer", "adan"),
+    ("optimizer", "adamp"), ("optimizer", "adamini"),
 ])  # fmt: skip
 def test_no_name_is_suggested_that_means_something_else(kind, name):
     with pytest.raises(fitkit.ConfigurationError) as caught:
@@ -260,6 +261,8 @@ def test_no_name_is_suggested_that_means_something_else(kind, name):
 @pytest.mark.parametrize(("name", "known", "expected"), [
     ("acuracy", ["accuracy", "auc"], "accuracy"),
     ("sdg", ["SGD", "Adam"], "SGD"),
+    ("val_lost", ["loss", "val_loss"], "val_loss"),
+    ("epsilon", ["eps", "betas"], "eps"),
     ("adm", ["SGD", "Adam"], "Adam"),
     ("CrossEntropi", ["cross_entropy", "mse"], "cross_entropy"),
     ("validation", ["epochs", "validation_data"], "validation_data"),
