@@ -157,6 +157,7 @@ pictures: $(STAMP)
 	@$(BIN)/python docs/readme_figures.py
 	@$(BIN)/python docs/make_charts.py
 	@$(BIN)/python docs/make_foreign_names.py
+	@$(BIN)/python docs/make_codes.py
 	@$(BIN)/python docs/make_pictures.py $(ARGS)
 
 release: $(STAMP)

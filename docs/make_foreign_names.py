@@ -15,7 +15,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "foreign-names.md"
 NAMES = ROOT / "fitkit" / "foreign_names.json"
 MARK = "<!-- from fitkit/foreign_names.json: make pictures -->"
-PEERS = ("Keras", "Lightning", "Accelerate", "transformers", "skorch")
+PEERS = (
+    "Keras", "Lightning", "Accelerate", "transformers", "skorch", "PyTorch",
+    "scikit-learn and XGBoost",
+)  # fmt: skip
 OPEN, CLOSED = "([{", ")]}"
 
 
@@ -41,8 +44,10 @@ def marked(sentence: str) -> str:
 
 def shown(places: list[str], name: str) -> str:
     """Return a name as people write it: an argument, or an attribute of each place."""
-    if places == ["lr_scheduler"]:
-        return f'`compile(lr_scheduler="{name}")`'
+    if places == ["metric"]:
+        return f'`compile(metrics=["{name}"])`'
+    if places[0] in ("lr_scheduler", "loss", "optimizer"):
+        return f'`compile({places[0]}="{name}")`'
     attributes = [f"{place}.{name}" for place in places if place.startswith("fitkit")]
     if attributes:
         return ", ".join(f"`{one}`".replace("fitkit.Model.", "model.") for one in attributes)

@@ -1,4 +1,5 @@
-"""The command line: `python -m fitkit doctor`, `guide`, `inspect`, `convert`, `diff`, `verify`."""
+"""The command line: `python -m fitkit doctor`, `explain`, `guide`, `inspect`, `convert`, `diff`,
+`verify`."""
 
 from __future__ import annotations
 

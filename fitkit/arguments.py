@@ -10,7 +10,7 @@ import numbers
 import os
 import re
 from argparse import Namespace
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import SimpleNamespace
 from typing import Literal, TypeVar, cast, overload
@@ -116,10 +116,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def only_known_arguments(function: Function) -> Function:
+def only_known_arguments(
+    function: Function, elsewhere: Callable[[str], str] = lambda name: ""
+) -> Function:
     """Make a call with an unknown keyword fail with the nearest name (`Did you mean …?`).
 
     A constructor's error has the name of its class.
+
+    Args:
+        function: the call.
+        elsewhere: returns what to write for an argument that another call takes, or "".
     """
     signature = inspect.signature(function)
     parameters = signature.parameters
@@ -137,7 +143,7 @@ def only_known_arguments(function: Function) -> Function:
     def checked(*args: object, **kwargs: object) -> object:
         for name in kwargs:
             if name not in parameters:
-                raise _unknown_argument(called(args), name, accepted)
+                raise _unknown_argument(called(args), name, accepted, elsewhere(name))
         # Binding takes longer than these, which see that nothing is missing, nor given twice.
         count = len(args)
         if not required <= count <= most or (
@@ -156,8 +162,10 @@ def only_known_arguments(function: Function) -> Function:
     return checked  # type: ignore[return-value]
 
 
-def _unknown_argument(call: str, name: str, accepted: list[str]) -> ArgumentTypeError:
-    theirs = instead(call, name)
+def _unknown_argument(
+    call: str, name: str, accepted: list[str], elsewhere: str
+) -> ArgumentTypeError:
+    theirs = instead(call, name) or elsewhere
     if theirs:  # a peer's name: what it is here says more than all names that there are
         return ArgumentTypeError(f"{call}() has no argument {name!r}. {theirs}")
     if name.partition("__")[0] in accepted:  # scikit-learn's way to name a parameter's own

@@ -12,8 +12,9 @@ FitkitError
 └── MissingPackageError (ImportError)    an optional package isn't installed
 ```
 
-`docs/troubleshooting.md` explains many of them. Those end with a code (`FK012`) and a link to its
-section there; `error.code` has the code alone.
+Many of them end with a code (`FK012`) and the command that prints its causes and what to do:
+`python -m fitkit explain FK012`. `docs/troubleshooting.md` has the same texts; `error.code` has the
+code alone.
 
 Below them: how torch's own errors about shapes, number types and memory are known.
 """
@@ -31,8 +32,6 @@ from pathlib import Path
 import torch
 
 from fitkit.printing import where_possible
-
-PAGE = "docs/troubleshooting.md"
 
 CODES = {
     "FK001": "the net can't take the batch's shape",
@@ -110,20 +109,22 @@ CODES = {
     "FK083": "what a LightningModule can't be trained with",
     "FK084": "what a LightningModule's trainer doesn't have",
     "FK090": "a data module of Lightning that a verb can't read",
+    "FK091": "weights of a loss that don't fit its predictions",
+    "FK092": "labels that are missing",
 }
 """What each code stands for. A code is never used again for something else."""
 
 
 def with_code(message: str, code: str) -> str:
-    """Return a message that ends with its code, and with the section of the page that explains it.
+    """Return a message that ends with its code, and with the command that explains it.
 
     Example:
         >>> from fitkit.errors import with_code
         >>> with_code("x is empty.", "FK005")
-        'x is empty. (FK005: docs/troubleshooting.md#fk005)'
+        'x is empty. (FK005: python -m fitkit explain FK005)'
     """
     assert code in CODES, code
-    return f"{message} ({code}: {PAGE}#{code.lower()})"
+    return f"{message} ({code}: python -m fitkit explain {code})"
 
 
 class FitkitError(Exception):
@@ -151,6 +152,12 @@ class FitkitError(Exception):
             arguments = (with_code(str(arguments[0]), code), *arguments[1:])
         super().__init__(*arguments)
         self.code = code
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the traceback as IPython and Jupyter show it, which ask for this."""
+        from fitkit.extras.notebook_tracebacks import rendered
+
+        return rendered(self)
 
 
 class ConfigurationError(FitkitError, ValueError):

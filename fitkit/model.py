@@ -67,6 +67,7 @@ from fitkit.typing import (
     BatchTransformsArgument,
     Data,
     DevicesArgument,
+    Evaluated,
     FilePath,
     LossArgument,
     LossWeights,
@@ -86,6 +87,7 @@ if TYPE_CHECKING:
     from fitkit.extras.streamed_predictions import Receiver
 
 Arguments = TypeVar("Arguments", FitArguments, EvaluateArguments)
+Made = TypeVar("Made", bound="Model")
 
 
 class Model(Module):
@@ -121,10 +123,14 @@ class Model(Module):
 
     history: History | None
 
-    def __new__(cls, net: Any = None, *arguments: Any, **named: Any) -> Model:
+    def __new__(cls: type[Made], *args: Any, **kwargs: Any) -> Made:
         """Return a model; of another library's module, one that trains it as it is."""
+        net = args[0] if args else kwargs.get("net")
         kind: Any = model_kind(net) if cls is Model else None
-        made: Model = super().__new__(cls if kind is None else kind)
+        kind = cls if kind is None else kind
+        if kind.__init__ is Model.__init__ and (len(args) > 1 or kwargs.keys() - {"net"}):
+            raise _takes_the_net_alone(kind, args, kwargs)
+        made: Made = super().__new__(kind)
         return made
 
     def __init__(self, net: nn.Module | None = None) -> None:
@@ -578,7 +584,22 @@ class Model(Module):
         sample_weight: Arrays | None = None,
         steps: int | None = None,
         callbacks: Callbacks = None,
-        return_dict: bool = False,
+        return_dict: Literal[False] = False,
+        interval: float | None = None,
+    ) -> Evaluated: ...
+
+    @overload
+    def evaluate(
+        self,
+        x: Data,
+        y: Arrays | None = None,
+        *,
+        batch_size: int = 32,
+        verbose: Verbose = "auto",
+        sample_weight: Arrays | None = None,
+        steps: int | None = None,
+        callbacks: Callbacks = None,
+        return_dict: bool,
         interval: float | None = None,
     ) -> Any: ...
 
@@ -600,7 +621,8 @@ class Model(Module):
 
         Args:
             x, y, batch_size, sample_weight: as in `fit`.
-            verbose: as in `fit`; `"auto"` shows a bar only after one second.
+            verbose: as in `fit`; `"auto"` shows a bar only after one second. Where the output is no
+                terminal it prints nothing: print what is returned.
             steps: the number of batches to read. Default None: all.
             callbacks: callbacks whose test hooks are called.
             return_dict: whether to return a dict of values by name. Default False.
@@ -812,7 +834,18 @@ class Model(Module):
         y: Arrays | None = None,
         sample_weight: Arrays | None = None,
         class_weight: Mapping[int, float] | None = None,
-        return_dict: bool = False,
+        return_dict: Literal[False] = False,
+    ) -> Evaluated: ...
+
+    @overload
+    def train_on_batch(
+        self,
+        x: Arrays,
+        y: Arrays | None = None,
+        sample_weight: Arrays | None = None,
+        class_weight: Mapping[int, float] | None = None,
+        *,
+        return_dict: bool,
     ) -> Any: ...
 
     @only_known_arguments
@@ -863,7 +896,17 @@ class Model(Module):
         x: Arrays,
         y: Arrays | None = None,
         sample_weight: Arrays | None = None,
-        return_dict: bool = False,
+        return_dict: Literal[False] = False,
+    ) -> Evaluated: ...
+
+    @overload
+    def test_on_batch(
+        self,
+        x: Arrays,
+        y: Arrays | None = None,
+        sample_weight: Arrays | None = None,
+        *,
+        return_dict: bool,
     ) -> Any: ...
 
     @only_known_arguments
@@ -1237,6 +1280,20 @@ def load_model(path: FilePath, net: nn.Module = None) -> Model:  # type: ignore[
     return restored_model(path, net, Model)
 
 
+def _takes_the_net_alone(
+    kind: type[Model], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ArgumentTypeError:
+    """Return the error for a model that was made with more than a net."""
+    names = [name for name in kwargs if name != "net"]
+    given = ", ".join([f"{name}=…" for name in names] or map(describe, args[1:]))
+    verb = "fit" if any(name in inspect.signature(Model.fit).parameters for name in names) else ""
+    written = given if names else "optimizer, loss"
+    return ArgumentTypeError(
+        f"{kind.__name__}() takes the net alone, but was given {given}, too. Make the model first, "
+        f"then write model.{verb or 'compile'}({written})."
+    )
+
+
 def _check_wraps(kind: type[Model], net: Any) -> None:
     """Refuse a subclass that would pass over its net's own training step.
 
@@ -1261,10 +1318,23 @@ def _prepared(model: Model, verb: str, arguments: Arguments) -> Arguments:
     found = _with_sources(model, verb, arguments)
     if (guest := guest_of(model)) is not None:
         guest.check(model)
-        guest.prepare(lambda: first_inputs(found.source))
     elif not has_steps:
         warn_of_parts(model)
+    _build(model, verb, lambda: first_inputs(found.source))
     return found
+
+
+def _build(model: Model, verb: str, batch: Callable[[], Any]) -> None:
+    """Let a first batch build what it gives the shapes of, before any rank begins: a network of
+    another library, and to learn, lazy layers.
+    """
+    if (guest := guest_of(model)) is not None:
+        guest.prepare(batch)
+        return
+    held = itertools.chain(model.parameters(), model.buffers())
+    learns_as_compiled = verb == "fit" and not overridden(model, "training_step")
+    if learns_as_compiled and any(map(nn.parameter.is_lazy, held)):
+        predict_batch(model, batch())
 
 
 def _with_sources(model: Model, verb: str, arguments: Arguments) -> Arguments:
@@ -1281,8 +1351,8 @@ def _with_sources(model: Model, verb: str, arguments: Arguments) -> Arguments:
 
 def _resumed(model: Model, arguments: FitArguments, path: FilePath) -> FitArguments:
     """Load a checkpoint. Returns the arguments that continue where the saved run stopped."""
-    if (guest := guest_of(model)) is not None:  # the file has its weights only once it is built
-        guest.prepare(lambda: first_inputs(_with_sources(model, "fit", arguments).source))
+    # A net has the weights for those of the file only once it is built.
+    _build(model, "fit", lambda: first_inputs(_with_sources(model, "fit", arguments).source))
     for callback in arguments.callback_list.callbacks:
         callback.prepare_optimizers(model)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.metadata
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
@@ -21,12 +21,85 @@ def normalise(name: str) -> str:
 
 
 def nearest(name: str, names: Iterable[str], most: int = 3) -> list[str]:
-    """Up to `most` of `names` that look like `name`, best first."""
-    by_form: dict[str, str] = {}
+    """Up to `most` of `names` that may be what `name` means, best first.
+
+    A slip of the pen, or a name of which only some words were written: `"validation"` for
+    `"validation_data"`. What merely looks alike isn't one: of `"class_weight"` and `"loss_weights"`
+    each word counts, and so does each digit of `"top5"`.
+    """
+    slips: dict[str, tuple[int, str]] = {}
+    parts: dict[str, tuple[int, str]] = {}
     for known in names:
-        by_form.setdefault(normalise(known), known)
-    forms = difflib.get_close_matches(normalise(name), list(by_form), n=most, cutoff=0.6)
-    return [by_form[form] for form in forms]
+        count, form = _slips_of_names(name, known), normalise(known)
+        if count is not None:
+            slips.setdefault(form, (count, known))
+        elif _is_part(name, known):
+            parts.setdefault(form, (len(form), known))
+    found = sorted((slips or parts).values(), key=lambda one: one[0])
+    return [known for _, known in found[:most]]
+
+
+def _words(name: str) -> list[str]:
+    """`["cross", "entropy", "loss"]` of `"CrossEntropyLoss"` and of `"cross_entropy_loss"`."""
+    found = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+", name)
+    return [word.lower() for word in found]
+
+
+def _slips_of_names(name: str, known: str) -> int | None:
+    """Return how many slips of the pen part two names; None where they are different names."""
+    words, others = _words(name), _words(known)
+    if len(words) != len(others) or len(words) == 1:  # written as one word, perhaps
+        return _slips(normalise(name), normalise(known), short=5)
+    each = [_slips(*pair) for pair in zip(words, others, strict=True)]
+    return sum(slips or 0 for slips in each) if None not in each else None
+
+
+def _slips(word: str, other: str, short: int = 3) -> int | None:
+    """Return how many slips of the pen part two words; None where they are different words.
+
+    Args:
+        word, other: in lower case.
+        short: in a word of at most so many letters, as in an acronym, each has a meaning: one may
+            only be left out, swapped with the next, or be the plural's.
+    """
+    if re.findall(r"\d+", word) != re.findall(r"\d+", other):
+        return None
+    length = min(len(word), len(other))
+    if abs(len(word) - len(other)) > 2:
+        return None
+    slips = _edits(word, other)
+    if length <= short and slips:
+        is_left_out = len(word) < len(other)
+        is_same = is_left_out or word == f"{other}s" or sorted(word) == sorted(other)
+        return slips if slips == 1 and is_same else None
+    return slips if slips <= (1 if length <= 8 else 2) else None
+
+
+def _edits(form: str, other: str) -> int:
+    """Return the least number of letters to add, leave out, change or swap with the next."""
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(form, 1):
+        last, row, before = row, [i], row if i == 1 else before
+        for j, wanted in enumerate(other, 1):
+            cost = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (letter != wanted))
+            if i > 1 and j > 1 and letter == other[j - 2] and form[i - 2] == wanted:
+                cost = min(cost, before[j - 2] + 1)
+            row.append(cost)
+        before = last
+    return row[-1]
+
+
+def _is_part(name: str, known: str) -> bool:
+    """Whether all words of a name are words of a known one, which has more; or the known one is
+    short for it, as `"eps"` is.
+    """
+    others = _words(known)
+    if len(others) == 1 == len(_words(name)) and len(known) > 2:
+        return name.lower().startswith(others[0]) and len(name) >= 2 * len(known)
+    return len(normalise(name)) > 3 and all(
+        any(_slips(word, other, short=5) in (0, 1) for other in others) for word in _words(name)
+    )
 
 
 def did_you_mean(name: str, names: Iterable[str], most: int = 3) -> str:

@@ -153,8 +153,13 @@ if TYPE_CHECKING:
         """A net's outputs as tensors."""
 
         def __getitem__(self, indices: Any) -> Any: ...
+
+    # The loss, or with metrics a list, for completion: who compiled it knows which.
+    class Evaluated(float, list[Any]):  # type: ignore[misc]
+        """What `evaluate` returns without names: the loss, or a list with the metrics."""
+
 else:
-    NumpyOutput = TensorOutput = Any
+    NumpyOutput = TensorOutput = Evaluated = Any
 
 OptimizerArgument: TypeAlias = (
     OptimizerName
@@ -162,12 +167,13 @@ OptimizerArgument: TypeAlias = (
     | dict[str, Any]
     | Optimizer
     | Sequence[Optimizer]
-    | Callable[..., Optimizer]
+    | type[Optimizer]
+    | Callable[[Any], Optimizer]
 )
 """A dict has the name and other settings. Classes, partials and factories are callables that
 return an optimizer."""
 
-OneLoss: TypeAlias = LossName | Name | Callable[..., Any]
+OneLoss: TypeAlias = LossName | Name | Callable[[Any, Any], Any]
 """A module is a callable too."""
 
 Nested: TypeAlias = list[Any] | tuple[Any, ...] | Mapping[Any, Any]
@@ -178,7 +184,7 @@ LossArgument: TypeAlias = (
 )
 """One for all outputs, or nested as the outputs are."""
 
-OneMetric: TypeAlias = MetricName | Name | Callable[..., Any]
+OneMetric: TypeAlias = MetricName | Name | Callable[[Any, Any], Any]
 """A metric of torchmetrics is a callable too."""
 
 Metrics: TypeAlias = OneMetric | Sequence[OneMetric] | Mapping[str, OneMetric]
@@ -191,7 +197,9 @@ MetricsArgument: TypeAlias = (
 
 LossWeights: TypeAlias = float | Sequence[float | Nested] | Mapping[Any, float | Nested] | None
 
-OneScheduler: TypeAlias = SchedulerName | Name | LRScheduler | Callable[..., Any]
+OneScheduler: TypeAlias = (
+    SchedulerName | Name | LRScheduler | type[LRScheduler] | Callable[[Any], Any]
+)
 """Classes, partials and factories are callables."""
 
 
@@ -222,10 +230,15 @@ DevicesArgument: TypeAlias = int | str | Sequence[int]
 NamedPrecision: TypeAlias = PrecisionName | Name | Literal[16, 32, 64]
 """A precision by name, or by its bits."""
 
-BatchTransformsArgument: TypeAlias = Sequence[Callable[..., Any]] | None
+BatchTransformsArgument: TypeAlias = (
+    Sequence[Callable[[Any], Any] | Callable[[Any, Any], Any]] | None
+)
 """Functions that change whole training batches: `(x, y) -> (x, y)`, or `x -> x`."""
 
 CompilerOptions: TypeAlias = dict[str, Any]
 """The keyword arguments of `torch.compile`."""
+
+Mode: TypeAlias = Literal["auto", "min", "max"]
+"""Which values of a monitored name are better."""
 
 Verbose: TypeAlias = int | Literal["auto"]

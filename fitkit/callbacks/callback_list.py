@@ -119,10 +119,7 @@ class CallbackList:
         found = [f"{name} is {loss}" for name, loss in lost.items()]
         if not found or any(callback.watches_losses for callback in self.callbacks):
             return None
-        return (
-            f"{' and '.join(found)}. fit(…, callbacks=fitkit.callbacks.DetectNonFinite()) names "
-            "the first module in training whose output or gradient is NaN or infinite."
-        )
+        return f"{' and '.join(found)}."
 
 
 def _check_free(callback: Callback, model: Module) -> None:

@@ -19,6 +19,7 @@ from fitkit.buffers import Place, resize_buffers
 from fitkit.callbacks.base import Callback, Logs, print_on_rank_zero
 from fitkit.callbacks.monitor import Monitor
 from fitkit.checkpoint import uncompiled
+from fitkit.typing import Mode
 
 KEPT = ("best", "best_epoch", "wait", "stopped_epoch", "best_weights")
 """The attributes that a checkpoint keeps."""
@@ -78,7 +79,7 @@ class EarlyStopping(Callback):
         min_delta: float = 0,
         patience: int = 0,
         verbose: int = 0,
-        mode: str = "auto",
+        mode: Mode = "auto",
         baseline: float | None = None,
         restore_best_weights: bool = False,
         start_from_epoch: int = 0,

@@ -48,14 +48,14 @@ class History(Callback):
     model: Any = WeakModel()  # the model refers to its history
 
     def __init__(self) -> None:
-        self.history: dict[str, list[Any]] = {}
+        self.history: dict[str, list[float]] = {}
         self.epoch: list[int] = []
         self.validations: list[dict[str, Any]] = []
         self.skipped: list[dict[str, Any]] = []
         self.params: dict[str, Any] = {}
         self._epochs_with: dict[str, list[int]] = {}
 
-    def __getitem__(self, name: str) -> list[Any]:
+    def __getitem__(self, name: str) -> list[float]:
         """Return the values of one name, one per epoch.
 
         Raises:

@@ -11,7 +11,6 @@ import string
 import time
 import weakref
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -46,6 +45,7 @@ from fitkit.checkpoint.disk import written_at
 from fitkit.checkpoint.formats import FOLDERS, FORMATS, SUFFIXES, is_folder_name, written_suffixes
 from fitkit.errors import ArgumentTypeError, ConfigurationError, Preempted
 from fitkit.registry import did_you_mean
+from fitkit.typing import Mode
 
 WHOLE = (*SUFFIXES, *FOLDERS)
 
@@ -133,7 +133,7 @@ class ModelCheckpoint(Callback):
         verbose: int = 0,
         save_best_only: bool = False,
         save_weights_only: bool = False,
-        mode: str = "auto",
+        mode: Mode = "auto",
         save_freq: str | int = "epoch",
         initial_value_threshold: float | None = None,
         *,
@@ -374,7 +374,7 @@ class ModelCheckpoint(Callback):
         if last in (first, *removed):
             removed, last = [other for other in removed if other != last], None
         self._removing = removed
-        monitored: AbstractContextManager[Any] = contextlib.nullcontext()
+        monitored: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self._monitored is not None:
             monitored = self._monitored.weights(self)
         with monitored:

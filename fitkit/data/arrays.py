@@ -159,8 +159,12 @@ def as_tensors(value: Any, name: str, float_dtype: torch.dtype, *, target: bool 
             f"{name} is {kind.words}, which no loss takes. Write {name}.to_dense()."
         )
     if tensor.ndim == 0:
+        whole = name.partition("[")[0]
+        stack = (
+            f" If {whole} is a list of samples, write numpy.stack({whole})." if "[" in name else ""
+        )
         raise ConfigurationError(
-            f"{name} is a single number, but data need a first dimension of samples."
+            f"{name} is a single number, but data need a first dimension of samples.{stack}"
         )
     if tensor.is_floating_point():
         return tensor.to(float_dtype)
@@ -255,6 +259,12 @@ def _from_columns(value: Any, name: str) -> np.ndarray[Any, Any]:
     return array.astype(np.int64, copy=False) if is_frame and array.dtype.kind in "iu" else array
 
 
+def column_names(value: Any) -> tuple[str, ...]:
+    """Return the names of a data frame's columns; empty for other data."""
+    is_frame = hasattr(value, "dtypes") and hasattr(value, "columns")
+    return tuple(map(str, value.columns)) if is_frame else ()
+
+
 def _refuse_missing(value: Any, dtypes: Mapping[Any, Any], name: str) -> None:
     """Refuse missing whole numbers and flags: only floating-point numbers can be nan."""
     for column, dtype in dtypes.items():
@@ -341,12 +351,28 @@ def check_lengths(parts: dict[str, Any]) -> int:
             elif length != first_length:
                 raise ConfigurationError(
                     f"{first_name} has {first_length} samples, but {name + path} has {length}. "
-                    "Give the same number of samples in each.",
+                    f"Give the same number of samples in each.{_of_samples(parts)}",
                     code="FK005",
                 )
     if first_length == 0:
         raise ConfigurationError(f"{first_name} is empty: there are 0 samples.")
     return first_length
+
+
+def _of_samples(parts: dict[str, Any]) -> str:
+    """Say what to write if a list may be one of samples, as it has as many entries as another part
+    has rows.
+    """
+    lengths = {len(leaf) for leaf in trees.leaves(parts) if leaf is not None}
+    for name, tree in parts.items():
+        shapes = {getattr(leaf, "shape", None) for leaf in tree} if type(tree) is tuple else ()
+        others = {len(one) for key, one in parts.items() if key != name}
+        if len(shapes) == 1 and len(tree) > 1 and len(tree) in lengths | others:
+            return (
+                f" If {name} is a list of {len(tree)} samples, and not of inputs or outputs, write "
+                f"numpy.stack({name})."
+            )
+    return ""
 
 
 def check_alike(train: Any, held_out: Any, name: str = "validation_data") -> None:
@@ -438,6 +464,9 @@ class ArraySource(Source):
         batch_size: samples per batch. The last batch may be shorter.
         shuffle: True for a new order each pass, `"batch"` to permute within each batch only.
 
+    Attributes:
+        columns: the names of x's columns and of y's, where those were data frames.
+
     The order of pass `p` follows from `p` and a seed, which is drawn from torch's global generator
     at the first shuffled pass. Nothing else draws from that generator. For `permutation.MANY` or
     more samples the order is computed, otherwise kept in memory.
@@ -454,6 +483,7 @@ class ArraySource(Source):
         self.samples: int = samples_among(batch[0])
         self.steps: int = -(-self.samples // batch_size)
         self.seed: int | None = None
+        self.columns: tuple[tuple[str, ...], ...] = ()
         self._flat = all(isinstance(part, torch.Tensor) and is_dense(part) for part in batch)
 
     @property

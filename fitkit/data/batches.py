@@ -275,8 +275,13 @@ def check_weights(weight: Any, what: str) -> None:
         if low.item() >= 0 and high.item() < float("inf"):
             continue
         wrong = tensor[~((tensor >= 0) & (tensor != float("inf")))]
+        negative = (
+            " For factors below 0, such as advantages, write a training_step that returns "
+            "(factor * losses).mean(), with losses of reduction='none'."
+        )
         raise ConfigurationError(
             f"{what} holds {wrong[0].item():g}, but a weight is a finite number from 0."
+            f"{negative if wrong[0] < 0 else ''}"
         )
 
 

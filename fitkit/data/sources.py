@@ -29,6 +29,7 @@ from fitkit.data.arrays import (
     as_tensors,
     check_cuttable,
     check_lengths,
+    column_names,
     is_array,
     refuse_masked,
     samples_between,
@@ -88,7 +89,7 @@ def first_inputs(source: Source) -> Any:
         else:
             raise ConfigurationError(
                 "The net has no weights before its first batch, and these data can be read only "
-                "once. Call the net on a batch before fit."
+                "once. Call the net on a batch before fit: model.predict_on_batch(x)."
             )
     return trees.cloned(unpack_batch(batch)[0])  # the net that is called may write into them
 
@@ -333,7 +334,9 @@ def make_source(
         warn_of_second_target(y, sample_weight)
     batch = array_batch(x, y, sample_weight, float_dtype=float_dtype, name=name)
     check_cuttable(batch[0], name)
-    return ArraySource(batch, batch_size, shuffle)
+    source = ArraySource(batch, batch_size, shuffle)
+    source.columns = tuple(column_names(part) for part in (x, y))
+    return source
 
 
 def array_batch(

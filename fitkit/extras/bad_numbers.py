@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -150,12 +150,15 @@ def named_samples(indices: list[int] | None) -> str:
 # ---------------------------------------------------------------------- where in the data
 
 
-def first_bad(data: Any, indices: list[int] | None = None) -> str | None:
+def first_bad(
+    data: Any, indices: list[int] | None = None, columns: Sequence[Sequence[str]] = ()
+) -> str | None:
     """Return where the first number of a batch, or of data, is that isn't finite; None if all are.
 
     Args:
         data: a tree of tensors and arrays whose first dimension is the samples.
         indices: the samples' indices in the data, if they aren't the rows' numbers.
+        columns: the names of x's columns and of y's, as far as they have any.
 
     Example:
         >>> import torch
@@ -177,7 +180,10 @@ def first_bad(data: Any, indices: list[int] | None = None) -> str | None:
         value = tensor[tuple(place)].item()
         row = place[0] if indices is None or place[0] >= len(indices) else indices[place[0]]
         inner = place[1:]
-        at = "" if not inner else f" at column {inner[0]}" if len(inner) == 1 else f" at {inner}"
+        names = dict(zip("xy", columns, strict=False)).get(name) or range(tensor[0].numel())
+        at = f" at {inner}" if inner else ""
+        if len(inner) == 1:
+            at = f" at column {names[inner[0]]!r}"
         return f"{name} of sample {row} is {value}{at}"
     return None
 
@@ -206,8 +212,8 @@ def first_bad_of(run: Any, indices: list[int] | None = None) -> str | None:
     whole = run.data.source.whole
     if isinstance(whole, ArraySource):
         if indices is None:
-            return first_bad(whole.batch)
-        return first_bad(whole.take(torch.tensor(indices)), indices)
+            return first_bad(whole.batch, None, whole.columns)
+        return first_bad(whole.take(torch.tensor(indices)), indices, whole.columns)
     if not isinstance(whole, LoaderSource):
         return None
     dataset: Any = whole.loader.dataset
@@ -230,3 +236,25 @@ def _as_row(leaf: Any) -> Any:
     if isinstance(leaf, float):
         return torch.tensor([leaf])
     return leaf[None] if isinstance(leaf, (torch.Tensor, np.ndarray)) else leaf
+
+
+def advice_after_evaluation(model: torch.nn.Module, source: Source) -> str:
+    """Return where numbers are that aren't finite, of an evaluation whose loss isn't, and what to
+    do.
+    """
+    for name, weight in model.named_parameters():
+        is_whole = trees.is_inexact(weight) and not hasattr(weight, "full_tensor")
+        if is_whole and not bool(torch.isfinite(weight.detach()).all()):
+            return (
+                f"The net's {name.removeprefix('net.')} isn't finite: load weights from before the "
+                "training that spoiled them."
+            )
+    dataset: Any = source.loader.dataset if isinstance(source, LoaderSource) else None
+    where = None
+    if isinstance(source, ArraySource):
+        where = first_bad(source.batch, None, source.columns)
+    elif type(dataset) is TensorDataset:
+        where = first_bad(dataset.tensors)
+    if where is not None:
+        return f"In the data, {where}: leave such samples out, or fill what is missing."
+    return "model.predict(x) shows the samples for which the net's outputs aren't finite."

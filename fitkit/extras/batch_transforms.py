@@ -336,6 +336,7 @@ class AppliedTransforms:
         self.first: int = model._fitkit.fit_state.updates
         self._key = key
         self._outputs: dict[Hashable, torch.Size] = {}  # the shapes for a batch, by name
+        self._seen: Any = None  # its outputs, until the first batch's labels are changed
         self._is_first = True
 
     def each(self, batches: Iterator[Any], first: int = 0) -> Iterator[Any]:
@@ -366,8 +367,10 @@ class AppliedTransforms:
             has_weights=weight is not None,
             is_first=self._is_first,
         )
+        given = y
         for transform in self._transforms:
             x, y = transform.apply(x, y, whole)
+        self._check_labels(given, y)
         changed = put_back(x, y)
         if self._is_first:
             self._is_first = False
@@ -417,6 +420,7 @@ class AppliedTransforms:
                         "classes there are. Give their number: fitkit.transforms.MixUp(0.2, "
                         "classes=10)."
                     ) from error
+            self._seen = outputs
             named = named_outputs(outputs).items()
             self._outputs = {n: one.shape for n, one in named if isinstance(one, torch.Tensor)}
         shapes = [*self._outputs.values()]
@@ -439,6 +443,30 @@ class AppliedTransforms:
             f"outputs of shape {tuple(shape)} don't say how many there are. Give "
             "fitkit.transforms.MixUp(0.2, classes=10), or targets that are floats."
         )
+
+    def _check_labels(self, before: Tree, after: Tree) -> None:
+        """Refuse labels that a transform has made shares of classes, for a loss that takes class
+        numbers alone.
+        """
+        outputs, self._seen, loss = self._seen, None, self._compiled.loss
+        if outputs is None or loss is None or loss.takes_inputs or loss.class_weights is not None:
+            return
+        try:
+            loss.begin().check(outputs, before)
+        except ConfigurationError:
+            return  # the loss itself will say what doesn't fit
+        try:
+            loss.begin().check(outputs, after)
+        except ConfigurationError as error:
+            if error.code != "FK007":
+                raise
+            names = ", ".join(map(name_of, self._transforms))
+            raise ConfigurationError(
+                f"The batch transforms ({names}) mix labels, which become shares of the classes, "
+                "but this loss takes class numbers. Write loss='cross_entropy' for a net of "
+                "logits, or 'categorical_crossentropy' for one of probabilities.",
+                code="FK007",
+            ) from error
 
     def _check(self, before: Tree, after: Tree) -> None:
         """Refuse transforms that leave out or add rows."""

@@ -1,4 +1,5 @@
-"""The command line: `python -m fitkit doctor`, `guide`, `inspect`, `convert`, `diff`, `verify`."""
+"""The command line: `python -m fitkit doctor`, `explain`, `guide`, `inspect`, `convert`, `diff`,
+`verify`."""
 
 from __future__ import annotations
 
@@ -18,6 +19,10 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="print what fitkit sees on this machine")
     commands.add_parser("guide", help="print a short guide, made for coding agents")
+    explain = commands.add_parser("explain", help="print what a message's code means")
+    explain.add_argument(
+        "code", nargs="?", help="such as FK002, at the end of a message; without it: all codes"
+    )
     formats = "a .h5, .safetensors, .pt or .pth file, or a .dcp folder"
     inspect = commands.add_parser("inspect", help="print what a checkpoint or weights file holds")
     inspect.add_argument("source", metavar="file", help=formats)
@@ -51,6 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     if given.command == "guide":
         print(Path(fitkit.__file__).with_name("guide.md").read_text(encoding="utf-8"), end="")
         return 0
+    if given.command == "explain":
+        return _explain(given.code)
     if given.command == "verify":
         return _verify(given)
     from rich.console import Console
@@ -72,6 +79,18 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except FitkitError as error:
         print(" ".join(str(error).split()), file=sys.stderr)
+        return 1
+    return 0
+
+
+def _explain(code: str | None) -> int:
+    """Print what a code means, or all codes; 1 where there is no such code."""
+    from fitkit.extras.code_texts import all_codes, code_text
+
+    try:
+        print(all_codes() if code is None else code_text(code))
+    except FitkitError as error:
+        print(error, file=sys.stderr)
         return 1
     return 0
 

@@ -22,6 +22,7 @@ from fitkit.errors import (
     raised_in_torch,
     with_code,
 )
+from fitkit.extras.held_tensors import fault_of_index, fault_of_loss, fault_of_net
 from fitkit.samples import LABELS
 from fitkit.seams.networks import Module
 from fitkit.typing import AnyCallable, Tree
@@ -29,7 +30,9 @@ from fitkit.typing import AnyCallable, Tree
 ONE_SAMPLE = re.compile(r"Expected more than 1 value per channel")
 DEVICE_ERRORS = re.compile(r"same device|is on cpu, different from other tensors")
 HALF_LSTM = re.compile(r"could not create a primitive descriptor")
-INDEX_ERRORS = re.compile(r"index out of range in self")
+INDEX_ERRORS = re.compile(
+    r"index out of range in self|Expected i < index_size|is not in the valid range"
+)
 LENGTH_ERRORS = re.compile(r"Expected input batch_size|batch or spatial sizes don't match")
 LABEL_ERRORS = re.compile(r"Target (-?\d+) is out of bounds")
 CALL_ERRORS = re.compile(
@@ -115,6 +118,16 @@ def explained(
             code="FK001",
         )
     if isinstance(error, (RuntimeError, ValueError)) and DTYPE_ERRORS.search(text):
+        layer = _layer_of(error, net)
+        is_of_floats = not re.search(r"Long|Int", text)  # else the data are what the net can't take
+        fault = None
+        if layer is not None and is_of_floats:
+            fault = fault_of_net(net, layer[1], trees.tensors(x))
+        if fault is not None:
+            return ConfigurationError(
+                f"The net can't compute{_layer(error, net)}. {_first_line(text)} {fault}",
+                code="FK002",
+            )
         return ConfigurationError(
             f"The numbers of this batch are of a type that the net or loss can't take: {given}"
             f"{'' if y is None else ', ' + shape_words(y, 'y')}. {_first_line(text)} Convert the "
@@ -134,12 +147,13 @@ def explained(
             f"This CPU can't compute a layer of the net in this number type. {_first_line(text)} "
             "Write precision='bf16-mixed'. On some CPUs torch has no float16 LSTM."
         )
-    if isinstance(error, IndexError) and INDEX_ERRORS.search(text):
-        return ConfigurationError(
-            f"An Embedding layer got an index that it doesn't have: {given}. Every index must be "
-            "from 0 to num_embeddings - 1.",
-            code="FK012",
-        )
+    if isinstance(error, (IndexError, RuntimeError)) and INDEX_ERRORS.search(text):
+        fault = fault_of_index(error)
+        if fault is not None:
+            return ConfigurationError(
+                f"The net got an index that it doesn't have{_layer(error, net)}: {fault} ({given})",
+                code="FK012",
+            )
     calls = list(_calls_in(error, net))
     whole = not isinstance(x, torch.Tensor) and CONTAINER_ERRORS.search(text)
     if isinstance(error, (TypeError, AttributeError)) and whole and _takes_whole(calls, x):
@@ -153,7 +167,8 @@ def explained(
     if isinstance(error, TypeError) and CALL_ERRORS.search(text) and not any(map(_is_own, calls)):
         return ConfigurationError(
             f"The net's forward{_signature(net)} can't be called with this batch: {given}. "
-            f"{_first_line(text)} A tuple goes to the net by position, a dict by keyword.",
+            f"{_first_line(text)} A tuple goes to the net by position, a dict by keyword."
+            f"{_taken_for_target(text, x, name)}",
             code="FK003",
         )
     return None
@@ -164,6 +179,8 @@ def _of_targets(error: Exception, x: Tree, y: Tree, name: str) -> FitkitError | 
     text = str(error)
     if y is None or not isinstance(error, (RuntimeError, ValueError, IndexError)):
         return None
+    if (fault := fault_of_loss(error)) is not None:
+        return fault
     if LENGTH_ERRORS.search(text):
         return ConfigurationError(
             f"The loss needs a target for each prediction, but {shape_words(x, name)}, "
@@ -204,6 +221,16 @@ def _is_own(call: FrameType) -> bool:
     return not call.f_globals.get("__name__", "").startswith("torch.")
 
 
+def _taken_for_target(text: str, x: Tree, name: str) -> str:
+    """Say what to write if an input may have been taken for the target."""
+    if "missing" not in text or not isinstance(x, torch.Tensor):
+        return ""
+    return (
+        f" Of data (a, b) only a is {name}, and b is the target: write ((a, b), y) for two "
+        "inputs, or predict((a, b))."
+    )
+
+
 def _takes_whole(calls: list[FrameType], x: Tree) -> bool:
     """Whether the net got the inputs as one argument."""
     return bool(calls) and any(value is x for value in calls[0].f_locals.values())
@@ -231,14 +258,23 @@ def _raised_by_torch(error: Exception) -> bool:
 
 def _layer(error: Exception, net: AnyCallable) -> str:
     """Name the layer of the net that an error comes from: ` in its layer '2', Linear(…)`."""
+    found = _layer_of(error, net)
+    if found is None:
+        return ""
+    name, layer = found
+    return f" in its layer {name!r}, {type(layer).__name__}({layer.extra_repr()})"
+
+
+def _layer_of(error: Exception, net: AnyCallable) -> tuple[str, torch.nn.Module] | None:
+    """Return the name and the layer of the net that an error comes from."""
     names = {id(module): name for name, module in getattr(net, "named_modules", dict)()}
-    found = ""
+    found: tuple[str, torch.nn.Module] | None = None
     frame = error.__traceback__
     while frame is not None:
         module = frame.tb_frame.f_locals.get("self")
         name = names.get(id(module), "").removeprefix("net.")
         if name and isinstance(module, torch.nn.Module) and not list(module.children()):
-            found = f" in its layer {name!r}, {type(module).__name__}({module.extra_repr()})"
+            found = name, module
         frame = frame.tb_next
     return found
 

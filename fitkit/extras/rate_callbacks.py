@@ -23,6 +23,7 @@ from fitkit.callbacks.monitor import Monitor
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.seams.networks import Module
 from fitkit.seams.optimizers import put_rate
+from fitkit.typing import Mode
 
 
 def optimizers_of(model: Module) -> list[Optimizer]:
@@ -315,7 +316,7 @@ class ReduceLROnPlateau(Callback):
         factor: float = 0.1,
         patience: int = 10,
         verbose: int = 0,
-        mode: str = "auto",
+        mode: Mode = "auto",
         min_delta: float = 1e-4,
         cooldown: int = 0,
         min_lr: float = 0.0,

@@ -41,6 +41,7 @@ from fitkit.seams.callbacks import (
 from fitkit.seams.files import replacing
 from fitkit.seams.networks import Module
 from fitkit.seams.strategies import together
+from fitkit.typing import Mode
 from fitkit.version import __version__
 
 RECORD, PAGE, CURVES, RESUME = "run.json", "index.html", "curves.png", "resume.h5"
@@ -107,7 +108,7 @@ class RunFolder(Callback):
     comes_last = True  # to note what all other callbacks add to an epoch's logs
 
     def __init__(
-        self, folder: str | os.PathLike[str], monitor: str | None = None, mode: str = "auto"
+        self, folder: str | os.PathLike[str], monitor: str | None = None, mode: Mode = "auto"
     ) -> None:
         self._template = str(checked_path(folder, "folder"))
         self._path: Path | None = None if "%" in self._template else Path(self._template)

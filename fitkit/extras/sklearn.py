@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 from torch import nn
 
-from fitkit.arguments import describe, only_known_arguments
+from fitkit.arguments import Function, describe, only_known_arguments
 from fitkit.errors import ArgumentTypeError, ConfigurationError, missing_package
 from fitkit.foreign_names import instead
 from fitkit.model import Model
@@ -37,6 +37,19 @@ OPTIMIZER_PREFIX = "optimizer__"
 """The prefix of the optimizer's settings, as in `set_params(optimizer__momentum=0.9)`."""
 
 
+def _among_options(name: str) -> str:
+    """Say how an estimator is given an argument of `fit` or `compile`; "" for no such argument."""
+    for verb in (Model.fit, Model.compile):
+        if name in inspect.signature(verb).parameters:
+            return f"Write {verb.__name__}_options={{{name!r}: …}}."
+    return ""
+
+
+def estimator_arguments(function: Function) -> Function:
+    """Let an estimator's constructor refuse what it doesn't take."""
+    return only_known_arguments(function, _among_options)
+
+
 class NetEstimator(BaseEstimator):
     """An estimator whose `fit` trains a copy of a net, or a net built for the data.
 
@@ -47,7 +60,7 @@ class NetEstimator(BaseEstimator):
     model_: Model
     _random: dict[str, Any]
 
-    @only_known_arguments
+    @estimator_arguments
     def __init__(
         self,
         net: nn.Module | Callable[..., nn.Module],
@@ -315,7 +328,7 @@ class Classifier(ClassifierMixin, NetEstimator):
         True
     """
 
-    @only_known_arguments
+    @estimator_arguments
     def __init__(
         self,
         net: nn.Module | Callable[..., nn.Module],

@@ -43,6 +43,8 @@ def check_batch(definition: Definition, label: str, prediction: Any, target: Any
         ConfigurationError: with the finding, and what to write instead.
     """
     _check_tensors(label, prediction, target)
+    if definition.hint.task in ("classes", "binary"):
+        _check_finite(label, target)
     _check_shapes(definition, label, prediction, target)
     if prediction.numel() == 0:
         return
@@ -127,7 +129,8 @@ def _check_index_shape(
     raise ConfigurationError(
         f"{label} has classes in axis 1. For predictions of shape {tuple(shape)} it takes class "
         f"indices of shape {tuple(batch_and_positions)}{ending}. y has shape "
-        f"{tuple(target.shape)}."
+        f"{tuple(target.shape)}.",
+        code="FK007" if target.shape == shape else None,
     )
 
 
@@ -193,6 +196,8 @@ def check_labels(
     """
     if target.numel() == 0:
         return
+    if definition.hint.task in ("classes", "binary"):
+        _check_finite(label, target)
     if classes is not None:
         check_label_range(target, classes, definition.ignore_index, label)
     elif definition.hint.task == "binary":
@@ -216,6 +221,21 @@ def takes_any_number(definition: Definition, classes: int | None) -> bool:
     """
     meant = definition.hint.task == "binary" or definition.shares or definition.signs
     return classes is None and bool(meant)
+
+
+def _check_finite(label: str, target: torch.Tensor) -> None:
+    """Refuse labels that are missing, which NumPy and pandas write as NaN."""
+    if not target.is_floating_point():
+        return
+    wrong = target[~torch.isfinite(target)]
+    if len(wrong):
+        rows = "" if target.ndim == 1 else ".reshape(len(y), -1).all(1)"
+        raise ConfigurationError(
+            f"{label} takes labels, but y holds {len(wrong)} that are {wrong[0].item():g}. Leave "
+            f"out the samples without a label: keep = numpy.isfinite(y){rows}, then "
+            "fit(x[keep], y[keep]). Or write a number for it, with a sample_weight of 0.",
+            code="FK092",
+        )
 
 
 def _check_yes_no(label: str, target: torch.Tensor) -> None:
@@ -406,15 +426,30 @@ def explained(error: Exception, label: str, prediction: Any, target: Any) -> Fit
     of_torch = isinstance(error, (RuntimeError, IndexError)) or (
         isinstance(error, ValueError) and raised_in_torch(error)
     )
+    if of_torch:
+        from fitkit.extras.held_tensors import fault_of_loss
+
+        if (fault := fault_of_loss(error)) is not None:
+            return fault
     kinds = (SHAPE_ERRORS, DTYPE_ERRORS, PAIR_ERRORS)
     if not of_torch or not any(kind.search(text) for kind in kinds):
         return None
     line = text.strip().splitlines()[0].strip().removesuffix(".")
+    advice = "Bring both to what it needs, inside it: for example target.reshape(prediction.shape)."
+    if "multi-target" in text and _have_one_shape(prediction, target):
+        advice = (
+            "The target has a share for each class, as batch transforms such as MixUp make them: "
+            "use torch.nn.functional.cross_entropy, which takes those, on logits."
+        )
     return ConfigurationError(
         f"{label} can't be computed: {_shapes_of(prediction, 'the prediction')}, "
         f"{_shapes_of(target, 'the target')}. torch says: {line}. "
-        "Bring both to what it needs, inside it: for example target.reshape(prediction.shape)."
+        f"{advice}"
     )
+
+
+def _have_one_shape(prediction: Any, target: Any) -> bool:
+    return getattr(prediction, "shape", None) == getattr(target, "shape", ())
 
 
 def _shapes_of(tree: Any, name: str) -> str:

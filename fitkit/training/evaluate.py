@@ -51,7 +51,9 @@ def run_evaluate(model: Module, arguments: EvaluateArguments) -> dict[str, Any]:
     if model.is_global_zero and model._fitkit.fit_state.run is None:
         sentence = arguments.callback_list.warning_of(values)
         if sentence is not None:
-            warn(f"In evaluate {sentence}")
+            from fitkit.extras.bad_numbers import advice_after_evaluation
+
+            warn(f"In evaluate {sentence} {advice_after_evaluation(model, arguments.source)}")
         warn_of_empty(values, "In evaluate")
     return values
 

@@ -339,7 +339,11 @@ class Fit:
             self.has_warned_of_non_finite = True
             where = first_bad_of(self)
             data = "" if where is None else f" In the data, {where}."
-            warn(f"{when}{sentence}{data}")
+            warn(
+                f"{when}{sentence} fit(…, callbacks=fitkit.callbacks."
+                "DetectNonFinite()) names the first module in training whose output or gradient is "
+                f"NaN or infinite.{data}"
+            )
 
     def _tell_wait(self) -> None:
         """Note how long the first epoch waited for data; say it, on rank 0, if that was long."""

@@ -315,8 +315,8 @@ def _warm_up_length(epochs: float | None, span: Span) -> int:
 
 
 def _part_of_training(part: float, span: Span) -> int:
-    """Return the updates of a warm-up that is a part of the training. One update is left for the
-    rest.
+    """Return the updates of a warm-up that is a part of the training. The last of them has the
+    whole rate, so there are at least two; one update is left for the rest.
 
     Raises:
         ConfigurationError: the training's length is unknown.
@@ -328,7 +328,7 @@ def _part_of_training(part: float, span: Span) -> int:
             "steps_per_epoch=…",
             code="FK032",
         )
-    return min(round(part * updates), updates - 1)
+    return min(max(round(part * updates), 2), updates - 1)
 
 
 def _value_in(logs: Values, names: tuple[str, ...]) -> float | None:

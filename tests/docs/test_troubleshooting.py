@@ -2,12 +2,18 @@
 
 import ast
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
-from fitkit.errors import CODES, PAGE
+import pytest
+
+from fitkit.__main__ import main
+from fitkit.errors import CODES, with_code
 
 ROOT = Path(__file__).parents[2]
+PAGE = "docs/troubleshooting.md"
 OTHERS = ("DataLoader worker (pid …) is killed by signal: Bus error",)
 """Messages of torch's own."""
 
@@ -92,3 +98,24 @@ def test_the_section_of_a_code_quotes_its_message():
             parts = [pieces(quote) for quote in re.findall(r"`([^`]+)`", row)]
             alike = any(all(p in text for p in part) for part in parts for text in texts)
             assert alike or not any(texts), (row, texts)
+
+
+def test_the_texts_of_the_wheel_are_those_of_the_page():
+    script = ROOT / "docs" / "make_codes.py"
+    done = subprocess.run([sys.executable, script, "--check"], stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_the_command_at_a_messages_end_explains_its_code(code, capsys):
+    command = re.search(r"python -m fitkit (.+)\)$", with_code("It can't be.", code))[1]
+    assert main(command.split()) == 0
+    title, message, *rest = capsys.readouterr().out.split("\n\n")
+    assert title == f"{code}: {CODES[code]}" and message.startswith("The message says: ")
+    assert len(rest) == 1 and len(rest[0]) > 20 and "](" not in rest[0]
+
+
+def test_explain_takes_any_case_lists_all_codes_and_refuses_others(capsys):
+    assert main(["explain", "fk002"]) == 0 and capsys.readouterr().out.startswith("FK002")
+    assert main(["explain"]) == 0 and len(capsys.readouterr().out.splitlines()) == len(CODES)
+    assert main(["explain", "FK9999"]) == 1 and "no code" in capsys.readouterr().err

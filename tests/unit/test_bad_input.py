@@ -130,19 +130,11 @@ def test_a_rate_for_an_optimizer_that_has_one_is_refused():
     [
         (torch.nn.Flatten(), "no parameters"),
         (torch.nn.Linear(4, 3).requires_grad_(False), "all are frozen"),
-        (torch.nn.LazyLinear(3), "lazy layers"),
-        (torch.nn.Sequential(torch.nn.LazyBatchNorm1d(), torch.nn.Linear(4, 3)), "lazy layers"),
     ],
 )
 def test_a_net_that_can_not_learn_says_why(net, words):
     with pytest.raises(ConfigurationError, match=words):
         compiled(net).fit(X, Y, verbose=0)
-
-
-def test_a_lazy_net_trains_after_one_batch():
-    model = compiled(torch.nn.LazyLinear(3))
-    model.predict_on_batch(X[:1])
-    model.fit(X, Y, verbose=0)
 
 
 def test_a_scheduler_that_needs_arguments_says_how_to_give_them():

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import fitkit
 from fitkit.errors import ArgumentTypeError
 from fitkit.foreign_names import instead, rows
+from fitkit.registry import nearest
 
 ROWS = [(place, name) for place, names in rows().items() for _, name in names]
 MAKERS = ("fitkit.callbacks", "fitkit.sklearn")
@@ -46,9 +48,10 @@ def test_each_name_is_not_there_and_its_error_says_what_to_write(place, name):
     elif place.startswith("fitkit"):
         with pytest.raises(AttributeError) as caught:
             getattr(importlib.import_module(place), name)
-    elif place == "lr_scheduler":
+    elif place in ("lr_scheduler", "loss", "metric", "optimizer"):
+        argument = {"metric": "metrics"}.get(place, place)
         with pytest.raises(fitkit.ConfigurationError) as caught:
-            compiled().compile(lr_scheduler=name)
+            compiled().compile(**{argument: [name] if place == "metric" else name})
     else:
         verb = getattr(compiled(), place)
         assert name not in inspect.signature(verb).parameters
@@ -203,3 +206,77 @@ def test_load_model_of_a_models_own_class_names_load():
 def test_an_unknown_argument_of_a_callback_is_answered_with_the_nearest():
     with pytest.raises(TypeError, match=r"EarlyStopping\(\) has no .*'patince'. Did you mean"):
         fitkit.callbacks.EarlyStopping(patince=3)
+
+
+@pytest.mark.parametrize("verb", ["compile", "fit", "evaluate", "predict"])
+@pytest.mark.parametrize("name", [
+    "weight_decay", "class_weight", "device", "momentum", "clipnorm", "seed", "amp", "fp16",
+    "patience", "early_stopping", "eval_set", "random_state", "gpus",
+])  # fmt: skip
+def test_what_people_look_for_at_any_verb_is_answered_at_each(verb, name):
+    if name not in inspect.signature(getattr(fitkit.Model, verb)).parameters:
+        with pytest.raises(ArgumentTypeError, match=r"Write ") as caught:
+            getattr(compiled(), verb)(**{name: 1})
+        assert "Did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("place", "name", "sentence"), [
+    (place, name, sentence) for place in ("compile", "loss", "metric", "optimizer")
+    for (_, name), sentence in rows().get(place, {}).items()
+    if "lambda" in sentence or "partial(" in sentence or name in ("clipnorm", "clipvalue")
+])  # fmt: skip
+def test_what_is_advised_for_a_name_works(place, name, sentence):
+    """The code in the sentence, run as it stands, with a number for its ellipsis."""
+    import functools
+
+    value = {"betas": "(0.9, 0.99)"}.get(name, "0.5")
+    code = re.sub(r"=…, (?=[a-z])", f"={value}, ", sentence.removeprefix("Write "))
+    code = code.replace("…", value).removesuffix(".").removesuffix(" for its quantile 0.9")
+    code = code.partition(" for logits")[0].partition(", which")[0]
+    if place == "optimizer":
+        code = f"optimizer={code}"
+    code = code if code.startswith("compile(") else f"compile({code})"
+    model = fitkit.Model(torch.nn.Linear(1, 2 if "gaussian" in name else 1))
+
+    def compile(optimizer="sgd", loss="mse", **arguments):
+        model.compile(optimizer, loss, accelerator="cpu", **arguments)
+
+    eval(code, {"compile": compile, "functools": functools, "torch": torch})
+    y = torch.ones(4) if "gaussian" in name else torch.ones(4, 1)
+    history = model.fit(X, y, verbose=0)
+    assert history.history["loss"][0] == history.history["loss"][0]  # and isn't NaN
+
+
+@pytest.mark.parametrize(("kind", "name"), [
+    ("loss", "dice_score"), ("loss", "gaussian"), ("loss", "rmsle"), ("metrics", "mase"),
+    ("metrics", "f2"), ("metrics", "brier_skill"), ("optimizer", "lion8"), ("optimizer", "adan"),
+    ("optimizer", "adamp"), ("optimizer", "adamini"),
+])  # fmt: skip
+def test_no_name_is_suggested_that_means_something_else(kind, name):
+    with pytest.raises(fitkit.ConfigurationError) as caught:
+        compiled().compile(**{kind: [name] if kind == "metrics" else name})
+    assert caught.value.code == "FK028" and "Did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "known", "expected"), [
+    ("acuracy", ["accuracy", "auc"], "accuracy"),
+    ("sdg", ["SGD", "Adam"], "SGD"),
+    ("val_lost", ["loss", "val_loss"], "val_loss"),
+    ("epsilon", ["eps", "betas"], "eps"),
+    ("adm", ["SGD", "Adam"], "Adam"),
+    ("CrossEntropi", ["cross_entropy", "mse"], "cross_entropy"),
+    ("validation", ["epochs", "validation_data"], "validation_data"),
+    ("batchsize", ["batch_size", "steps"], "batch_size"),
+    ("sample_weights", ["class_weight", "sample_weight"], "sample_weight"),
+])  # fmt: skip
+def test_a_slip_of_the_pen_or_a_part_of_a_name_is_answered_with_the_name(name, known, expected):
+    assert nearest(name, known) == [expected]
+
+
+@pytest.mark.parametrize(("name", "other"), [
+    ("class_weight", "loss_weights"), ("weight_decay", "weighted_metrics"), ("amp", "as_numpy"),
+    ("brier", "huber"), ("pinball", "nll"), ("dice_loss", "bce_loss"), ("top5", "top1"),
+    ("gaussian_nll", "nll"), ("mase", "mape"),
+])  # fmt: skip
+def test_a_name_of_another_meaning_is_not_near(name, other):
+    assert nearest(name, [other]) == []

@@ -36,7 +36,7 @@ def test_an_unknown_name_gets_the_nearest_and_all_names():
         registry["adm"]
     message = str(caught.value)
     assert "'adm'" in message and "Did you mean 'Adam'?" in message and "'SGD'" in message
-    assert message.endswith("Or an instance. (FK028: docs/troubleshooting.md#fk028)")
+    assert message.endswith("Or an instance. (FK028: python -m fitkit explain FK028)")
 
 
 def test_a_promised_name_is_imported_when_it_is_looked_up_and_belongs_to_its_entry():
@@ -153,7 +153,7 @@ def test_errors_are_what_python_users_expect_too():
 def test_an_error_with_a_code_ends_with_it_and_keeps_it_on_its_way_to_another_process():
     for kind in (ConfigurationError, ArgumentTypeError, CheckpointError, OutOfMemoryError):
         error = kind("x is empty.", code="FK005")
-        assert str(error) == "x is empty. (FK005: docs/troubleshooting.md#fk005)"
+        assert str(error) == "x is empty. (FK005: python -m fitkit explain FK005)"
         for same in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
             assert (type(same), str(same), same.code) == (kind, str(error), "FK005")
         assert str(kind("x is empty.")) == "x is empty." and kind("x is empty.").code is None

@@ -177,7 +177,7 @@ def test_evaluate_says_too_that_its_loss_is_no_number():
     model = fitkit.Model(torch.nn.Linear(2, 1))
     model.compile("sgd", "mse")
     (message,) = said(lambda: model.evaluate(X, with_nan(3), verbose=0))
-    assert message.startswith("In evaluate loss is nan. fit(")
+    assert message.startswith("In evaluate loss is nan. In the data, y of sample 3 is nan")
     assert said(lambda: model.evaluate(X, Y, verbose=0)) == []
 
 

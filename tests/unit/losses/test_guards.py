@@ -307,7 +307,7 @@ def test_a_message_reads_as_one_sentence_after_the_other():
     assert text == (
         "loss='bce' takes probabilities, but the first batch's predictions reach from -2 to 4. "
         "If the net gives logits, write loss='bce_with_logits'; else end it with a sigmoid. "
-        "(FK006: docs/troubleshooting.md#fk006)"
+        "(FK006: python -m fitkit explain FK006)"
     )
     assert not re.search(r"\s{2,}", text)
 

@@ -673,7 +673,7 @@ def test_lightnings_hooks_on_a_callback_bring_a_warning_with_the_right_name():
 
     with pytest.warns(UserWarning, match="never called") as caught:
         Direct().fit(X, Y, callbacks=[Lightnings(), OfBoth(), Lightnings()], **QUIET)
-    begin = "Lightnings.{} is never called by fitkit. {} (FK026: docs/troubleshooting.md#fk026)"
+    begin = "Lightnings.{} is never called by fitkit. {} (FK026: python -m fitkit explain FK026)"
     assert sorted(str(warning.message) for warning in caught) == [
         begin.format(name, advice) for name, advice in [
             (

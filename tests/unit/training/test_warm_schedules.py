@@ -51,7 +51,11 @@ def test_a_word_ends_at_its_floor_however_the_training_is_made(tmp_path, name, w
         for every in (1, 2):  # two batches an update leave one of five over
             updates = -(-BATCHES // every)
             total = EPOCHS * updates
-            warm = round(total * part) if part else round((warmup_epochs or 0) * updates)
+            warm = (
+                min(max(round(total * part), 2), total - 1)
+                if part
+                else round((warmup_epochs or 0) * updates)
+            )
             schedule = {"scheduler": name, **options} if options else name
             compile_it = functools.partial(compiled, schedule, every, warmup_epochs=warmup_epochs)
             model, found = way(compile_it, every, tmp_path / "saved.h5")
@@ -103,7 +107,7 @@ def test_the_compiled_step_has_the_same_rates_and_weights():
         x = torch.linspace(-1, 1, 2 * X.shape[0]).reshape(X.shape)
         model.fit(x, Y + 1, batch_size=2, epochs=EPOCHS, callbacks=watch, shuffle=False, verbose=0)
         rates = [float(rate) for rate in watch.rates]
-        assert rates == pytest.approx(expected("warmup_cosine", 1, 20)[0], rel=1e-6)
+        assert rates == pytest.approx(expected("warmup_cosine", 2, 20)[0], rel=1e-6)
         weights.append(model.net.weight.detach().clone())
     assert torch.allclose(*weights, atol=1e-6)
 
@@ -121,7 +125,7 @@ def test_several_optimizers_that_step_together_end_together():
 def test_a_callback_that_changes_the_accumulation_changes_the_length(tmp_path, warmup_epochs):
     numbers = {0: 5, 1: 3, 2: 3, 3: 1}  # updates of each epoch, of 5 batches
     total = sum(numbers.values())
-    warm = round(0.05 * total) if warmup_epochs is None else round(5 + 0.5 * 3)
+    warm = 2 if warmup_epochs is None else round(5 + 0.5 * 3)
     rates, last = expected("warmup_cosine", warm, total)
 
     class ByUpdate(Watch):
@@ -194,3 +198,11 @@ def test_a_checkpoint_changes_only_the_position():
     assert callable(scheduler.step) and callable(scheduler.height)
     with pytest.raises(ValueError, match="no position"):
         scheduler.load_state_dict({**state, "last_epoch": -1})
+
+
+@pytest.mark.parametrize(("updates", "warm"), [(9, 2), (3, 2), (2, 1), (60, 3)])
+def test_a_short_training_warms_up_too(updates, warm):
+    model, watch = compiled("warmup_cosine"), Watch(1)
+    x, y = torch.ones(updates, 2), torch.ones(updates, 1)
+    model.fit(x, y, batch_size=1, epochs=1, callbacks=watch, verbose=0)
+    assert watch.rates == pytest.approx(expected("warmup_cosine", warm, updates)[0])

@@ -103,7 +103,7 @@ def test_what_a_metric_or_a_callback_raises_is_its_own(raised):
         (lambda: nn.Linear(3, 2), ({"a": X, "b": X}, Y), "takes a single input, so it got the"),
         (lambda: nn.Linear(4, 2), (X, Y), r"The net can't take this batch in its layer"),
         (lambda: nn.Linear(3, 2), (X.long(), Y), "of a type that the net or loss can't take"),
-        (lambda: nn.Embedding(2, 2), (Y + 5, Y), "An Embedding layer got an index"),
+        (lambda: nn.Embedding(2, 2), (Y + 5, Y), "an index that it doesn't have"),
         (lambda: nn.BatchNorm1d(3), (X[:1], Y[:1]), "can't train on one sample"),
         (
             lambda: nn.Conv2d(3, 2, 1),

@@ -197,7 +197,7 @@ def started(code):
     [
         (
             "import os; os.kill(os.getpid(), 9)",
-            "Rank 1 was ended by SIGKILL (out of memory?). (FK041: docs/troubleshooting.md#fk041)",
+            "Rank 1 was ended by SIGKILL (out of memory?). (FK041: python -m fitkit explain FK041)",
         ),
         ("import sys; print('last', file=sys.stderr); sys.exit(3)", "Rank 1 left with status 3."),
     ],
