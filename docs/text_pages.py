@@ -37,7 +37,7 @@ ABOUT = {
     "tasks/numbers-differ": "Find out why two runs or two machines give different numbers.",
     "tasks/run-hangs": "Read where each process is when nothing moves, and what to do.",
     "tasks/loss-is-nan": "Find where a loss stops being finite, or train without such updates.",
-    "tasks/same-augmentations": "Random crops and noise that are alike with any workers and devices.",
+    "tasks/same-augmentations": "Random crops and noise, alike with any workers and devices.",
     "tasks/batch-does-not-fit": "What to try when memory runs out; batches in parts.",
     "tasks/uneven-texts": "Put texts of similar length into a batch, and ignore the padding.",
     "tasks/sklearn-pipeline": "Use a network as an estimator of scikit-learn.",
