@@ -35,6 +35,9 @@ ABOUT = {
     "tasks/keep-runs": "Write settings, values, curves and weights of each run into a folder.",
     "tasks/is-it-better": "Find out over seeds which of several models is better; search settings.",
     "tasks/numbers-differ": "Find out why two runs or two machines give different numbers.",
+    "tasks/run-hangs": "Read where each process is when nothing moves, and what to do.",
+    "tasks/loss-is-nan": "Find where a loss stops being finite, or train without such updates.",
+    "tasks/same-augmentations": "Random crops and noise, alike with any workers and devices.",
     "tasks/batch-does-not-fit": "What to try when memory runs out; batches in parts.",
     "tasks/uneven-texts": "Put texts of similar length into a batch, and ignore the padding.",
     "tasks/sklearn-pipeline": "Use a network as an estimator of scikit-learn.",
@@ -183,7 +186,8 @@ def first_sentence(text: str) -> str:
     if not first or first[0] in "#|!`<-:":
         return ""
     plain = re.sub(r"\[([^\]]*)\]\([^)]*\)|\*\*", r"\1", " ".join(first.split()))
-    return re.split(r"(?<=[.!?:])\s", plain)[0].rstrip(".:") + "."
+    sentence = re.split(r"(?<=[.!?:])\s", plain)[0].rstrip(".:")
+    return sentence + "." * (sentence[-1:] not in "?!")
 
 
 def write(app: Sphinx, failure: Exception | None) -> None:

@@ -1,1 +1,1 @@
-"""Thirty small tasks for coding agents, and programs that judge what they write."""
+"""Forty small tasks for coding agents, and programs that judge what they write."""

@@ -15,6 +15,8 @@ NAMES = (
     "clipping", "ema", "export", "predictions", "keras_net",
     "lightning_module", "padding", "ignored_labels", "multi_label", "regression_metrics",
     "checkpoints", "foreign_weights", "distillation", "mixup", "deterministic",
+    "augmentation", "out_of_memory", "first_bad_sample", "skipped_updates", "compare_rates",
+    "search", "interval", "two_models", "parted_runs", "cut_epoch",
 )  # fmt: skip
 """In the order of their numbers, which begin with 1."""
 

@@ -32,8 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
     convert.add_argument("source", help=formats)
     convert.add_argument("target", help=formats)
     diff = commands.add_parser("diff", help="print in what two runs' files differ")
-    diff.add_argument("source", metavar="one", help=formats)
-    diff.add_argument("other", help=formats)
+    diff.add_argument("source", metavar="one", help=f"the folder of a RunFolder, {formats}")
+    diff.add_argument("other", help="as one")
     verify = commands.add_parser(
         "verify", help="run a script up to its first fit, and verify that model with those data"
     )

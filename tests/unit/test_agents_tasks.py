@@ -37,8 +37,8 @@ def test_a_plausible_mistake_is_found(one, runner):
     assert runner.failure(one, one.wrong_program) is not None
 
 
-def test_there_are_thirty_each_with_a_task_and_a_solution():
-    assert len(NAMES) == 30
+def test_there_are_forty_each_with_a_task_and_a_solution():
+    assert len(NAMES) == 40
     for folder in ("tasks", "solutions"):
         files = {path.stem for path in (FOLDER / folder).glob("*.py")} - {"__init__"}
         assert files == set(NAMES)
