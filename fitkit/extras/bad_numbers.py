@@ -8,16 +8,23 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from fitkit import trees
 from fitkit.random_states import kept_random_numbers, set_random_state
 from fitkit.samples import samples_of
-from fitkit.seams.callbacks import ArraySource, rank_source
+from fitkit.seams.callbacks import ArraySource, from_all_ranks, rank_source
 from fitkit.seams.data import LoaderSource, Source, reads_by_index
 
 SEARCHED_S = 5.0
@@ -145,6 +152,109 @@ def named_samples(indices: list[int] | None) -> str:
     more = f", … ({len(indices)} in all)" if len(indices) > SHOWN else ""
     kind = "sample" if len(indices) == 1 else "samples"
     return f"{kind} {', '.join(map(str, indices[:SHOWN]))}{more}"
+
+
+# ---------------------------------------------------------------------- a loss
+
+
+class BadBatch(NamedTuple):
+    """The first batch of an epoch whose loss isn't finite.
+
+    Attributes:
+        number: in the epoch, from 0.
+        rank: the first that had it.
+        ranks: how many there are.
+        indices: of its samples; None where they can't be known.
+        where: its first number that isn't finite, in words; None where all are, or not known.
+    """
+
+    number: int
+    rank: int
+    ranks: int
+    indices: list[int] | None
+    where: str | None
+
+    def __str__(self) -> str:
+        samples = "" if self.indices is None else f" ({named_samples(self.indices)})"
+        return f"batch {self.number}{samples}" + (f" on rank {self.rank}" if self.ranks > 1 else "")
+
+
+def words_of_lost(run: Any, lost: str, advice: str, *, is_early: bool) -> tuple[str, bool]:
+    """Return what to say of losses that aren't finite, and whether that has the samples.
+
+    Args:
+        run: the running fit.
+        lost: which losses they are.
+        advice: what else to say. Empty if it was said before, without samples, which are wanted.
+        is_early: whether the epoch still runs. Then other ranks don't take part, and samples are
+            named only where no code of the user's draws the order, which may be under way.
+
+    Ranks:
+        Collective at an epoch's end.
+    """
+    alone = run.collectives.world_size == 1
+    may_be_now = alone and run.data.passes_are_epochs and _has_torchs_order(run.data.source.whole)
+    waits = is_early and not may_be_now
+    found = None if waits else bad_batch(run)
+    is_named = found is not None and found.indices is not None
+    if run.collectives.rank or not (advice or is_named):  # rank 0 speaks
+        return "", is_named
+    where = found.where if found is not None and is_named else first_bad_of(run)
+    first = "" if found is None else f", first in {found}"
+    data = "" if where is None else f" In the data, {where}."
+    return f"{lost}{first}.{advice}{data}", is_named
+
+
+def _has_torchs_order(source: Source) -> bool:
+    """Return whether no code of the user's decides the order."""
+    if not isinstance(source, LoaderSource):
+        return isinstance(source, ArraySource)
+    loader = source.loader
+    is_usual = type(loader.batch_sampler) is BatchSampler
+    return is_usual and type(loader.sampler) in (RandomSampler, SequentialSampler)
+
+
+def bad_batch(run: Any) -> BadBatch | None:
+    """Return the first batch of a running epoch whose loss isn't finite; None where not known.
+
+    Ranks:
+        Collective.
+    """
+    ranks = from_all_ranks(run.model, _number_of_bad(run))
+    known = [number for number in ranks if number is not None]
+    if not known:
+        return None
+    number, progress = min(known), run.progress
+    rank = ranks.index(number)
+    # Epochs of steps may have begun in the pass before, whose order isn't known any more.
+    place = -(-progress.batches // progress.shares) - (run.steps_done - number)
+    indices = where = None
+    if place >= 0:
+        indices = indices_of(run, progress.number, place * progress.shares)
+    if indices is not None and run.collectives.rank == rank:
+        where = first_bad_of(run, indices)
+    indices, where = from_all_ranks(run.model, (indices, where))[rank]
+    return BadBatch(number, rank, len(ranks), indices, where)
+
+
+def _number_of_bad(run: Any) -> int | None:
+    """Return the number in the epoch of this rank's first batch whose loss isn't finite.
+
+    None where losses can't be told from one another: steps wait, or some gave no loss.
+    """
+    made, state = run.latest, run.model._fitkit.fit_state
+    record = made.context.record
+    all_in_turn = state.takes_turns and not state.frequencies and run.model.automatic_optimization
+    each = len(state.optimizers) if all_in_turn else 1
+    steps = record.steps - (record.samples == 0)  # without the last, if it was padding
+    means = [mean for mean in (record.loss, *record.parts.values()) if mean.added == steps * each]
+    found = [first for mean in means if (first := mean.first_bad()) is not None]
+    if not found:
+        return None
+    number: int = made.done - record.steps - len(made.empty) + min(found) // each
+    for empty in made.empty:  # in their order
+        number += empty <= number
+    return number
 
 
 # ---------------------------------------------------------------------- where in the data

@@ -14,6 +14,7 @@ from fitkit import trees
 from fitkit.accelerators import has_streams
 from fitkit.callbacks import CallbackList, ProgressBar
 from fitkit.callbacks.base import share_buffers
+from fitkit.callbacks.callback_list import WHO_FINDS_IT
 from fitkit.callbacks.progress import with_built_in
 from fitkit.data.arrays import ArraySource
 from fitkit.data.batches import Batch, NoRows, Source, limited
@@ -49,9 +50,9 @@ def run_evaluate(model: Module, arguments: EvaluateArguments) -> dict[str, Any]:
         with callbacks.running(model, _params(model, "evaluate", source, arguments)):
             values = evaluate_source(model, source, arguments.steps, stage, step, callbacks)
     if model.is_global_zero and model._fitkit.fit_state.run is None:
-        sentence = arguments.callback_list.warning_of(values)
-        if sentence is not None:
-            warn(f"In evaluate {sentence}")
+        lost = arguments.callback_list.lost_losses(values)
+        if lost is not None:
+            warn(f"In evaluate {lost}. {WHO_FINDS_IT}")
         warn_of_empty(values, "In evaluate")
     return values
 
