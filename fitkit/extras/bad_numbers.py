@@ -23,9 +23,8 @@ from torch.utils.data import (
 
 from fitkit import trees
 from fitkit.random_states import kept_random_numbers, set_random_state
-from fitkit.samples import samples_of
 from fitkit.seams.callbacks import ArraySource, from_all_ranks, rank_source
-from fitkit.seams.data import LoaderSource, Source, reads_by_index
+from fitkit.seams.data import Batch, LoaderSource, Source, reads_by_index
 
 SEARCHED_S = 5.0
 """So long a data set is searched for a number that isn't finite, where the batch isn't known."""
@@ -95,22 +94,31 @@ def _replayed(run: Any, number: int, place: int, began: Any) -> Iterator[torch.T
     source = _numbered(run.data.source.whole)
     if source is None or began is None:
         return
-    mine = rank_source(run.model, source, training=True, samples_of=samples_of)
+    mine = rank_source(run.model, source, training=True, samples_of=_rows)
     generators = run.data.source.generators
     numbers = run.data.source.order_numbers
     with kept_random_numbers(generators), nullcontext() if numbers is None else numbers.kept():
         set_random_state(began, generators)
         if numbers is not None:
             numbers.start_here()
+        if isinstance(source, ArraySource) and run.progress.shares == 1:
+            yield from source.index_batches(number)[place:]  # drawn and cut at once
+            return
         batches: Iterator[Any] = mine.batches(number, place)
         for batch in batches:
-            data = getattr(batch, "data", None)
-            if isinstance(data, (tuple, list)):
+            data = batch.data if type(batch) is Batch else None
+            if type(data) is tuple or type(data) is list:
                 data = data[0]
-            if isinstance(data, torch.Tensor) and data.ndim == 1:
-                yield data[: batch.samples]
-            else:
+            if not isinstance(data, torch.Tensor) or data.ndim != 1:
                 yield None
+            else:
+                yield data if data.shape[0] == batch.samples else data[: batch.samples]
+
+
+def _rows(data: Any) -> int:
+    """Return how many indices a numbered source's batch has."""
+    rows: int = (data[0] if isinstance(data, (tuple, list)) else data).shape[0]
+    return rows
 
 
 def _numbered(source: Source) -> Source | None:
