@@ -121,6 +121,15 @@ def _rows(data: Any) -> int:
     return rows
 
 
+def _together(indices: list[Any]) -> torch.Tensor:
+    """Return a batch's indices, (B,); those that a sampler of the user's gives as no numbers as
+    (B, 1), which stands for batches that aren't known.
+    """
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        return torch.tensor(indices)
+    return torch.zeros(len(indices), 1)
+
+
 def _numbered(source: Source) -> Source | None:
     """Return a source whose samples are their indices, in the same order; None if there is none."""
     found: Any = copy.copy(source)
@@ -135,10 +144,10 @@ def _numbered(source: Source) -> Source | None:
         return None
     count = len(loader.dataset)
     other: DataLoader[Any] = copy.copy(loader)
-    in_memory = reads_by_index(loader)
+    by_index = reads_by_index(loader) or (type(loader) is DataLoader and _has_torchs_order(source))
     for name, value in (
-        ("dataset", TensorDataset(torch.arange(count)) if in_memory else Numbers(count)),
-        ("collate_fn", torch.utils.data.default_collate if in_memory else torch.tensor),
+        ("dataset", TensorDataset(torch.arange(count)) if by_index else Numbers(count)),
+        ("collate_fn", torch.utils.data.default_collate if by_index else _together),
         ("num_workers", 0), ("pin_memory", False), ("timeout", 0), ("worker_init_fn", None),
         ("prefetch_factor", None), ("persistent_workers", False), ("_iterator", None),
     ):  # fmt: skip

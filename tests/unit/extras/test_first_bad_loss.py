@@ -146,6 +146,19 @@ def test_batches_without_rows_keep_their_numbers():
         model.fit(loader, verbose=0)
 
 
+@pytest.mark.parametrize("key", [str, lambda index: (index, 64)])
+def test_indices_that_are_no_numbers_name_the_batch_only(key):
+    class Keyed(Rows):
+        def __getitem__(self, key):
+            return super().__getitem__(int(key) if isinstance(key, str) else key[0])
+
+    model = fitkit.Model(Seen())
+    model.compile("sgd", "mse", accelerator="cpu", devices=1)
+    loader = DataLoader(Keyed(*data("a nan row")), BATCH, sampler=list(map(key, range(SAMPLES))))
+    with pytest.warns(UserWarning, match=r"first in batch 2\. "):
+        model.fit(loader, verbose=0)
+
+
 def test_two_ranks_name_the_one_that_had_it():
     _, (words,) = said("a log of 0", "a loader", devices=2)
     number, samples = SAID.search(words).groups()
