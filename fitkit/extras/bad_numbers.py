@@ -94,25 +94,27 @@ def _replayed(run: Any, number: int, place: int, began: Any) -> Iterator[torch.T
     source = _numbered(run.data.source.whole)
     if source is None or began is None:
         return
-    mine = rank_source(run.model, source, training=True, samples_of=_rows)
     generators = run.data.source.generators
     numbers = run.data.source.order_numbers
     with kept_random_numbers(generators), nullcontext() if numbers is None else numbers.kept():
         set_random_state(began, generators)
         if numbers is not None:
             numbers.start_here()
-        if isinstance(source, ArraySource) and run.progress.shares == 1:
-            yield from source.index_batches(number)[place:]  # drawn and cut at once
-            return
+        if run.progress.shares == 1:  # no batch is read, and arrays' are drawn and cut at once
+            if isinstance(source, ArraySource):
+                yield from source.index_batches(number)[place:]
+                return
+            if isinstance(source, LoaderSource) and reads_by_index(source.loader):
+                yield from map(_known, map(_together, source.index_batches(number, place)))
+                return
+        mine = rank_source(run.model, source, training=True, samples_of=_rows)
         batches: Iterator[Any] = mine.batches(number, place)
         for batch in batches:
             data = batch.data if type(batch) is Batch else None
             if type(data) is tuple or type(data) is list:
                 data = data[0]
-            if not isinstance(data, torch.Tensor) or data.ndim != 1:
-                yield None
-            else:
-                yield data if data.shape[0] == batch.samples else data[: batch.samples]
+            found = _known(data)
+            yield None if found is None else found[: batch.samples]
 
 
 def _rows(data: Any) -> int:
@@ -121,12 +123,17 @@ def _rows(data: Any) -> int:
     return rows
 
 
-def _together(indices: list[Any]) -> torch.Tensor:
+def _known(indices: Any) -> torch.Tensor | None:
+    """Return a batch's indices if they are numbers of samples, (B,)."""
+    return indices if isinstance(indices, torch.Tensor) and indices.ndim == 1 else None
+
+
+def _together(indices: Any) -> torch.Tensor:
     """Return a batch's indices, (B,); those that a sampler of the user's gives as no numbers as
     (B, 1), which stands for batches that aren't known.
     """
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
-        return torch.tensor(indices)
+        return torch.as_tensor(indices)
     return torch.zeros(len(indices), 1)
 
 
