@@ -161,9 +161,8 @@ VALUES = [
     Mutant(
         "a mean over an epoch weighs batches by their samples",
         "training/running_values.py",
-        "                self._read += value.item() * count\n"
-        "                self._count += count\n",
-        "                self._read += value.item()\n                self._count += 1\n",
+        "                self._read += number * count\n                self._count += count\n",
+        "                self._read += number\n                self._count += 1\n",
         (f"{UNIT}/training/test_against_plain_torch.py",),
     ),
     Mutant(
@@ -183,8 +182,8 @@ VALUES = [
     Mutant(
         "several steps' means count each",
         "training/running_values.py",
-        "            self._read += number * count\n",
-        "            self._read += number\n",
+        "            self.added += 1\n            self._read += number * count\n",
+        "            self.added += 1\n            self._read += number\n",
         (f"{UNIT}/extras/jit/test_compiled_step.py", "-k", "several_steps_in_one_call"),
     ),
     Mutant(

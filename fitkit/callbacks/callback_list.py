@@ -21,6 +21,11 @@ Hook = Callable[..., Any]
 
 UNUSED_LEFT_OUT = Shortcut("hooks that a callback doesn't override aren't called")
 
+WHO_FINDS_IT = (
+    "fit(…, callbacks=fitkit.callbacks.DetectNonFinite()) names the first module in training whose "
+    "output or gradient is NaN or infinite."
+)
+
 
 class CallbackList:
     """Calls the hooks of several callbacks, in list order.
@@ -107,8 +112,8 @@ class CallbackList:
         for hook in self._hooks[name]:
             hook(*args)
 
-    def warning_of(self, logs: Logs, names: Iterable[str] = ()) -> str | None:
-        """Return the warning about NaN or infinite losses; None if a callback handles them.
+    def lost_losses(self, logs: Logs, names: Iterable[str] = ()) -> str | None:
+        """Return which losses are NaN or infinite, in words; None if a callback handles them.
 
         Args:
             logs: the values.
@@ -119,7 +124,7 @@ class CallbackList:
         found = [f"{name} is {loss}" for name, loss in lost.items()]
         if not found or any(callback.watches_losses for callback in self.callbacks):
             return None
-        return f"{' and '.join(found)}."
+        return " and ".join(found)
 
 
 def _check_free(callback: Callback, model: Module) -> None:

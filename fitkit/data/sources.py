@@ -143,18 +143,24 @@ class LoaderSource(Source):
         self._take(DataLoader(self.loader.dataset, batch_size, sampler=self.loader.sampler))
 
     def batches(self, number: int, skip: int = 0) -> Iterator[Any]:
+        if reads_by_index(self.loader):
+            return batches_by_index(self.loader, self.index_batches(number, skip))
+        tell_epoch(self.loader, number)
+        return marked(self._read(number, skip, self.pass_draws()))
+
+    def index_batches(self, number: int, skip: int = 0) -> Iterable[Any]:
+        """Return the indices of each batch of pass `number`, without the first `skip`, for a loader
+        that `reads_by_index`.
+        """
         tell_epoch(self.loader, number)
         draws = self.pass_draws()
-        if reads_by_index(self.loader):
-            with draws.drawing():
-                chosen = index_batches(self.loader)
-                draw_as_iterating_does(self.loader)
-                computed = computed_batches(self.loader) if skip else None
-            if computed is not None:
-                return batches_by_index(self.loader, computed[skip:])
-            chosen = draws.each(chosen, at_once=draws_at_once(self.loader))
-            return batches_by_index(self.loader, without_first(chosen, skip))
-        return marked(self._read(number, skip, draws))
+        with draws.drawing():
+            chosen = index_batches(self.loader)
+            draw_as_iterating_does(self.loader)
+            computed = computed_batches(self.loader) if skip else None
+        if computed is not None:
+            return computed[skip:]
+        return without_first(draws.each(chosen, at_once=draws_at_once(self.loader)), skip)
 
     def _read(self, number: int, skip: int, draws: DataDraws) -> Iterator[Any]:
         if self.own_state is not None and (not skip or self.own_state.waits):

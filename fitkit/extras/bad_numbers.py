@@ -8,17 +8,23 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from fitkit import trees
 from fitkit.random_states import kept_random_numbers, set_random_state
-from fitkit.samples import samples_of
-from fitkit.seams.callbacks import ArraySource, rank_source
-from fitkit.seams.data import LoaderSource, Source, reads_by_index
+from fitkit.seams.callbacks import ArraySource, from_all_ranks, rank_source
+from fitkit.seams.data import Batch, LoaderSource, Source, reads_by_index
 
 SEARCHED_S = 5.0
 """So long a data set is searched for a number that isn't finite, where the batch isn't known."""
@@ -88,22 +94,47 @@ def _replayed(run: Any, number: int, place: int, began: Any) -> Iterator[torch.T
     source = _numbered(run.data.source.whole)
     if source is None or began is None:
         return
-    mine = rank_source(run.model, source, training=True, samples_of=samples_of)
     generators = run.data.source.generators
     numbers = run.data.source.order_numbers
     with kept_random_numbers(generators), nullcontext() if numbers is None else numbers.kept():
         set_random_state(began, generators)
         if numbers is not None:
             numbers.start_here()
+        if run.progress.shares == 1:  # no batch is read, and arrays' are drawn and cut at once
+            if isinstance(source, ArraySource):
+                yield from source.index_batches(number)[place:]
+                return
+            if isinstance(source, LoaderSource) and reads_by_index(source.loader):
+                yield from map(_known, map(_together, source.index_batches(number, place)))
+                return
+        mine = rank_source(run.model, source, training=True, samples_of=_rows)
         batches: Iterator[Any] = mine.batches(number, place)
         for batch in batches:
-            data = getattr(batch, "data", None)
-            if isinstance(data, (tuple, list)):
+            data = batch.data if type(batch) is Batch else None
+            if type(data) is tuple or type(data) is list:
                 data = data[0]
-            if isinstance(data, torch.Tensor) and data.ndim == 1:
-                yield data[: batch.samples]
-            else:
-                yield None
+            found = _known(data)
+            yield None if found is None else found[: batch.samples]
+
+
+def _rows(data: Any) -> int:
+    """Return how many indices a numbered source's batch has."""
+    rows: int = (data[0] if isinstance(data, (tuple, list)) else data).shape[0]
+    return rows
+
+
+def _known(indices: Any) -> torch.Tensor | None:
+    """Return a batch's indices if they are numbers of samples, (B,)."""
+    return indices if isinstance(indices, torch.Tensor) and indices.ndim == 1 else None
+
+
+def _together(indices: Any) -> torch.Tensor:
+    """Return a batch's indices, (B,); those that a sampler of the user's gives as no numbers as
+    (B, 1), which stands for batches that aren't known.
+    """
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        return torch.as_tensor(indices)
+    return torch.zeros(len(indices), 1)
 
 
 def _numbered(source: Source) -> Source | None:
@@ -120,10 +151,10 @@ def _numbered(source: Source) -> Source | None:
         return None
     count = len(loader.dataset)
     other: DataLoader[Any] = copy.copy(loader)
-    in_memory = reads_by_index(loader)
+    by_index = reads_by_index(loader) or (type(loader) is DataLoader and _has_torchs_order(source))
     for name, value in (
-        ("dataset", TensorDataset(torch.arange(count)) if in_memory else Numbers(count)),
-        ("collate_fn", torch.utils.data.default_collate if in_memory else torch.tensor),
+        ("dataset", TensorDataset(torch.arange(count)) if by_index else Numbers(count)),
+        ("collate_fn", torch.utils.data.default_collate if by_index else _together),
         ("num_workers", 0), ("pin_memory", False), ("timeout", 0), ("worker_init_fn", None),
         ("prefetch_factor", None), ("persistent_workers", False), ("_iterator", None),
     ):  # fmt: skip
@@ -145,6 +176,109 @@ def named_samples(indices: list[int] | None) -> str:
     more = f", … ({len(indices)} in all)" if len(indices) > SHOWN else ""
     kind = "sample" if len(indices) == 1 else "samples"
     return f"{kind} {', '.join(map(str, indices[:SHOWN]))}{more}"
+
+
+# ---------------------------------------------------------------------- a loss
+
+
+class BadBatch(NamedTuple):
+    """The first batch of an epoch whose loss isn't finite.
+
+    Attributes:
+        number: in the epoch, from 0.
+        rank: the first that had it.
+        ranks: how many there are.
+        indices: of its samples; None where they can't be known.
+        where: its first number that isn't finite, in words; None where all are, or not known.
+    """
+
+    number: int
+    rank: int
+    ranks: int
+    indices: list[int] | None
+    where: str | None
+
+    def __str__(self) -> str:
+        samples = "" if self.indices is None else f" ({named_samples(self.indices)})"
+        return f"batch {self.number}{samples}" + (f" on rank {self.rank}" if self.ranks > 1 else "")
+
+
+def words_of_lost(run: Any, lost: str, advice: str, *, is_early: bool) -> tuple[str, bool]:
+    """Return what to say of losses that aren't finite, and whether that has the samples.
+
+    Args:
+        run: the running fit.
+        lost: which losses they are.
+        advice: what else to say. Empty if it was said before, without samples, which are wanted.
+        is_early: whether the epoch still runs. Then other ranks don't take part, and samples are
+            named only where no code of the user's draws the order, which may be under way.
+
+    Ranks:
+        Collective at an epoch's end.
+    """
+    alone = run.collectives.world_size == 1
+    may_be_now = alone and run.data.passes_are_epochs and _has_torchs_order(run.data.source.whole)
+    waits = is_early and not may_be_now
+    found = None if waits else bad_batch(run)
+    is_named = found is not None and found.indices is not None
+    if run.collectives.rank or not (advice or is_named):  # rank 0 speaks
+        return "", is_named
+    where = found.where if found is not None and is_named else first_bad_of(run)
+    first = "" if found is None else f", first in {found}"
+    data = "" if where is None else f" In the data, {where}."
+    return f"{lost}{first}.{advice}{data}", is_named
+
+
+def _has_torchs_order(source: Source) -> bool:
+    """Return whether no code of the user's decides the order."""
+    if not isinstance(source, LoaderSource):
+        return isinstance(source, ArraySource)
+    loader = source.loader
+    is_usual = type(loader.batch_sampler) is BatchSampler
+    return is_usual and type(loader.sampler) in (RandomSampler, SequentialSampler)
+
+
+def bad_batch(run: Any) -> BadBatch | None:
+    """Return the first batch of a running epoch whose loss isn't finite; None where not known.
+
+    Ranks:
+        Collective.
+    """
+    ranks = from_all_ranks(run.model, _number_of_bad(run))
+    known = [number for number in ranks if number is not None]
+    if not known:
+        return None
+    number, progress = min(known), run.progress
+    rank = ranks.index(number)
+    # Epochs of steps may have begun in the pass before, whose order isn't known any more.
+    place = -(-progress.batches // progress.shares) - (run.steps_done - number)
+    indices = where = None
+    if place >= 0:
+        indices = indices_of(run, progress.number, place * progress.shares)
+    if indices is not None and run.collectives.rank == rank:
+        where = first_bad_of(run, indices)
+    indices, where = from_all_ranks(run.model, (indices, where))[rank]
+    return BadBatch(number, rank, len(ranks), indices, where)
+
+
+def _number_of_bad(run: Any) -> int | None:
+    """Return the number in the epoch of this rank's first batch whose loss isn't finite.
+
+    None where losses can't be told from one another: steps wait, or some gave no loss.
+    """
+    made, state = run.latest, run.model._fitkit.fit_state
+    record = made.context.record
+    all_in_turn = state.takes_turns and not state.frequencies and run.model.automatic_optimization
+    each = len(state.optimizers) if all_in_turn else 1
+    steps = record.steps - (record.samples == 0)  # without the last, if it was padding
+    means = [mean for mean in (record.loss, *record.parts.values()) if mean.added == steps * each]
+    found = [first for mean in means if (first := mean.first_bad()) is not None]
+    if not found:
+        return None
+    number: int = made.done - record.steps - len(made.empty) + min(found) // each
+    for empty in made.empty:  # in their order
+        number += empty <= number
+    return number
 
 
 # ---------------------------------------------------------------------- where in the data

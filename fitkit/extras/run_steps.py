@@ -51,7 +51,7 @@ class RunSteps:
         update = state.updates + (not run.is_between_updates)
         progress = run.progress
         place = -(-progress.batches // progress.shares) - 1  # among this rank's
-        rate = float(state.groups[0]["lr"])
+        rate = float(state.optimizers[0].param_groups[0]["lr"])
         self._batches.append((batch, update, rate, progress.number, place))
         if progress.number not in self._began:
             self._began[progress.number] = progress.began[0]

@@ -49,11 +49,11 @@ def run_evaluate(model: Module, arguments: EvaluateArguments) -> dict[str, Any]:
         with callbacks.running(model, _params(model, "evaluate", source, arguments)):
             values = evaluate_source(model, source, arguments.steps, stage, step, callbacks)
     if model.is_global_zero and model._fitkit.fit_state.run is None:
-        sentence = arguments.callback_list.warning_of(values)
-        if sentence is not None:
+        lost = arguments.callback_list.lost_losses(values)
+        if lost is not None:
             from fitkit.extras.bad_numbers import advice_after_evaluation
 
-            warn(f"In evaluate {sentence} {advice_after_evaluation(model, arguments.source)}")
+            warn(f"In evaluate {lost}. {advice_after_evaluation(model, arguments.source)}")
         warn_of_empty(values, "In evaluate")
     return values
 

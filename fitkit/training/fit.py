@@ -12,7 +12,7 @@ import torch
 
 from fitkit.arguments import chosen_verbose
 from fitkit.callbacks import Callback, CallbackList, History
-from fitkit.callbacks.callback_list import report_error
+from fitkit.callbacks.callback_list import WHO_FINDS_IT, report_error
 from fitkit.callbacks.monitor import why_none
 from fitkit.callbacks.progress import with_built_in
 from fitkit.compilation import Compilation
@@ -110,6 +110,7 @@ class Fit:
         self.in_evaluation: list[torch.nn.Module] = []  # submodules that stay in evaluation mode
         self.history: History = History()
         self.has_warned_of_non_finite: bool = False
+        self.has_named_non_finite: bool = False  # with samples, or an epoch's end had none to name
         self.has_warned_of_empty: bool = False
 
     def _follow_size(self) -> None:
@@ -219,8 +220,8 @@ class Fit:
             if done and (stops or self._validate_if_due(epoch, callbacks)):
                 batches = iter(())
             made.run(batches, partial(self._after_group, epoch, callbacks))
-            if made.empty and made.empty == made.done:
-                raise ConfigurationError(f"x is empty: all {made.empty} batches have 0 samples.")
+            if made.empty and len(made.empty) == made.done:
+                raise ConfigurationError(f"x is empty: all {made.done} batches have 0 samples.")
             if self.data.ran_out(epoch, made.done):
                 return last
             if made.done == done:
@@ -314,7 +315,7 @@ class Fit:
         """Give an epoch's values to schedulers, then to callbacks, which may add their own."""
         if epoch == self.arguments.initial_epoch:
             self._tell_wait()
-        self.warn_of_non_finite(f"In epoch {epoch + 1} ", values)
+        self.warn_of_non_finite(epoch, values)
         self.learning.rates.after_epoch(epoch, values, self.seen_values)
         self.logs = values
         place, self.current = self.progress, None
@@ -327,23 +328,31 @@ class Fit:
             self.has_warned_of_empty = warn_of_empty(values, f"In epoch {epoch + 1}")
         self.stopping.agreed()
 
-    def warn_of_non_finite(self, when: str, logs: Values) -> None:
-        """Warn once, on rank 0, that a loss isn't finite, and where the data aren't."""
-        if self.has_warned_of_non_finite or self.collectives.rank:
+    def warn_of_non_finite(self, epoch: int, logs: Values, batch: int | None = None) -> None:
+        """Warn on rank 0 that a loss isn't finite: once, and again when its samples are known.
+
+        Args:
+            batch: the batch after which rank 0 reads the logs; None at an epoch's end.
+
+        Ranks:
+            Collective at an epoch's end.
+        """
+        is_early = batch is not None
+        if self.has_named_non_finite or (
+            is_early and (self.has_warned_of_non_finite or self.collectives.rank)
+        ):
             return
         losses = [validation_name("loss", name) for name in self.held_out]
-        sentence = self.arguments.callback_list.warning_of(logs, losses)
-        if sentence is not None:
-            from fitkit.extras.bad_numbers import first_bad_of
+        lost = self.arguments.callback_list.lost_losses(logs, losses)
+        if lost is not None:
+            from fitkit.extras.bad_numbers import words_of_lost
 
+            advice = "" if self.has_warned_of_non_finite else f" {WHO_FINDS_IT}"
+            words, is_named = words_of_lost(self, lost, advice, is_early=is_early)
             self.has_warned_of_non_finite = True
-            where = first_bad_of(self)
-            data = "" if where is None else f" In the data, {where}."
-            warn(
-                f"{when}{sentence} fit(…, callbacks=fitkit.callbacks."
-                "DetectNonFinite()) names the first module in training whose output or gradient is "
-                f"NaN or infinite.{data}"
-            )
+            self.has_named_non_finite = is_named or not is_early
+            if words:
+                warn(f"In epoch {epoch + 1}{f', by batch {batch},' if is_early else ''} {words}")
 
     def _tell_wait(self) -> None:
         """Note how long the first epoch waited for data; say it, on rank 0, if that was long."""
@@ -532,7 +541,7 @@ def _logs(fit: weakref.ref[Fit], record: Logbook, epoch: int, index: int) -> Laz
     def read() -> Values:
         values = record.results()
         if (running := fit()) is not None:
-            running.warn_of_non_finite(f"In epoch {epoch + 1}, by batch {index}, ", values)
+            running.warn_of_non_finite(epoch, values, index)
         return values
 
     return LazyLogs(read, record.loss.last, record.loss.last_count)

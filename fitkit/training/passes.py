@@ -73,7 +73,7 @@ class Pass:
 
     Attributes:
         done: the batches so far, also those without rows.
-        empty: how many of them had no rows, in this process.
+        empty: the numbers of those that had no rows, in this process.
         context: as given.
     """
 
@@ -91,7 +91,7 @@ class Pass:
     ) -> None:
         self.context = context
         self.done: int = done
-        self.empty: int = 0
+        self.empty: list[int] = []
         self._execute, self._logs, self._group = execute, logs, group
         self._begin = callbacks.hooks(f"on_{stage.hooks}_batch_begin")
         self._end = callbacks.hooks(f"on_{stage.hooks}_batch_end")
@@ -111,7 +111,7 @@ class Pass:
             has_rows = False
             for index, batch in group:
                 if batch is NoRows:  # numbered, but without a step or hooks
-                    self.empty += 1
+                    self.empty.append(index)
                     execute.skip()
                 else:
                     context.batch = batch

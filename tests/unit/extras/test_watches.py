@@ -166,8 +166,8 @@ def said(run):
 
 def test_a_loss_that_is_no_number_is_said_once_a_fit_and_names_who_finds_it():
     (message,) = said(lambda: trained(Callback(), y=with_nan(9), validation_data=(X, Y)))
-    assert message.startswith("In epoch 1 loss is nan and val_loss is nan. fit(…, callbacks=")
-    assert "fitkit.callbacks.DetectNonFinite()" in message
+    assert message.startswith("In epoch 1 loss is nan and val_loss is nan, first in batch 2 (")
+    assert "). fit(…, callbacks=fitkit.callbacks.DetectNonFinite()" in message
     (message,) = said(lambda: trained(Callback(), validation_data=(X, with_nan(3, math.inf))))
     assert message.startswith("In epoch 1 val_loss is inf. fit(")
     assert said(lambda: trained(Callback(), validation_data=(X, Y))) == []
