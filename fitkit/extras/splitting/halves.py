@@ -8,7 +8,7 @@ import torch
 
 from fitkit.extras.splitting.attempts import KeptBuffers
 from fitkit.extras.splitting.cuts import Cuts
-from fitkit.extras.splitting.steps import joined_losses
+from fitkit.extras.splitting.joins import joined_losses
 from fitkit.modes import modes_restored
 from fitkit.random_states import kept_random_numbers
 from fitkit.seams.data import Batch

@@ -20,10 +20,10 @@ from fitkit.extras.splitting.attempts import (
 )
 from fitkit.extras.splitting.cuts import Cuts
 from fitkit.extras.splitting.halves import apart
+from fitkit.extras.splitting.joins import joined_losses
 from fitkit.extras.splitting.logs import Logs
 from fitkit.extras.splitting.pairs import WITHIN, JoinedLoss
 from fitkit.extras.splitting.refusals import check_layers, check_updates, not_a_mean, over_pairs
-from fitkit.extras.splitting.steps import joined_losses
 from fitkit.seams.data import Batch
 from fitkit.seams.steps import Logbook, Outcome, OwnStep, Update, count_in
 
