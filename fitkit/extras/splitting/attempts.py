@@ -15,6 +15,7 @@ from fitkit.errors import OutOfMemoryError
 from fitkit.extras.splitting.refusals import without_rows
 from fitkit.random_states import random_state, set_random_state
 from fitkit.seams.data import Batch
+from fitkit.seams.networks import Module
 
 
 class KeptBuffers:
@@ -96,6 +97,30 @@ class RandomNumbers:
             mine, other = now["numpy"]["state"], before["numpy"]["state"]
             is_same = mine["pos"] == other["pos"] and (mine["key"] == other["key"]).all()
             self._has_others = not is_same or now["python"] != before["python"]
+
+
+class Before:
+    """What a batch's attempts may change in the model and around it, as it was before.
+
+    Args:
+        model: computes the batch.
+        of_user: whether the steps are the user's code.
+    """
+
+    def __init__(self, model: Module, *, of_user: bool) -> None:
+        compilation = model._fitkit.compilation
+        self.buffers: KeptBuffers = KeptBuffers(compilation.trained(model).modules())
+        self.random: RandomNumbers = RandomNumbers(compilation.strategy.device, of_user=of_user)
+
+    def note(self) -> None:
+        """Keep what is there now."""
+        self.random.note()
+        self.buffers.note()
+
+    def restore(self) -> None:
+        """Put it back."""
+        self.random.restore()
+        self.buffers.restore()
 
 
 class Inputs:

@@ -11,13 +11,7 @@ import torch
 
 from fitkit import trees
 from fitkit.errors import OutOfMemoryError
-from fitkit.extras.splitting.attempts import (
-    Inputs,
-    KeptBuffers,
-    MovedGradients,
-    RandomNumbers,
-    copy_of,
-)
+from fitkit.extras.splitting.attempts import Before, Inputs, MovedGradients, copy_of
 from fitkit.extras.splitting.cuts import Cuts
 from fitkit.extras.splitting.halves import apart
 from fitkit.extras.splitting.joins import joined_losses
@@ -44,11 +38,9 @@ class UpdateInParts(Update):
     def __init__(self, model: Any, step: Any, *given: Any, **options: Any) -> None:
         super().__init__(model, step, *given, **options)
         check_updates(model, self.optimizer)
-        strategy = model._fitkit.compilation.strategy
         self._model = model
         self._logs = Logs(step) if isinstance(step, OwnStep) else None
-        self._buffers_kept = KeptBuffers(model._fitkit.compilation.trained(model).modules())
-        self._random = RandomNumbers(strategy.device, of_user=self._logs is not None)
+        self._before = Before(model, of_user=self._logs is not None)
         self._inputs = Inputs()
         self._is_checked = False
         self._compares = JoinedLoss.can_compare(step)  # at the first cut
@@ -69,8 +61,7 @@ class UpdateInParts(Update):
         if begins:
             self.begin()
         earlier = MovedGradients(self._averaged) if self._batches else None
-        self._random.note()
-        self._buffers_kept.note()
+        self._before.note()
         self._inputs.note(batch)
         self._at_begin = None if self._group is None else copy_of(self._group)
         self._recorded = 0
@@ -84,7 +75,7 @@ class UpdateInParts(Update):
         if earlier is not None:
             earlier.add()
         self._inputs.end_batch(batch)
-        self._random.end_batch()
+        self._before.random.end_batch()
         if len(sizes) > 1:
             if self._joined is not None:
                 self._check_loss(self._joined)
@@ -93,7 +84,8 @@ class UpdateInParts(Update):
         if self._held:
             self._record_held(batch, outcome, record)
         if self._logs is not None:
-            self._logs.end_batch(is_padding=batch.samples == 0)
+            self._logs.end_batch()
+            record.logged.exchange(self._logs.step.ranks, is_padding=batch.samples == 0)
         if self._group is not None:
             self._batches += self._learns
             if self._batches == self.accumulate:
@@ -104,8 +96,7 @@ class UpdateInParts(Update):
 
     def _undo(self, batch: Batch) -> None:
         """Let a failed attempt have changed nothing."""
-        self._random.restore()
-        self._buffers_kept.restore()
+        self._before.restore()
         self._inputs.restore(batch)
         self._group = copy_of(self._at_begin)
         for parameter in self._averaged:
@@ -177,7 +168,7 @@ class UpdateInParts(Update):
             with AS_IS if self._logs is None else self._logs.of(part, is_new=False):
                 return without_graph(self.step(part, index, is_part=True, **optimizer))
 
-        given = self._model, self.cuts, batch, sizes, self._buffers_kept
+        given = self._model, self.cuts, batch, sizes, self._before.buffers
         if (found := apart(*given, compute)) is not None:
             raise OutOfMemoryError(not_a_mean(found, is_own=self._logs is not None))
 
