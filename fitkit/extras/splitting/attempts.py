@@ -72,13 +72,14 @@ class RandomNumbers:
         self._devices = [] if device.type == "cpu" else [device]
         self._is_known, self._has_others = not of_user, of_user
         self._others: dict[str, Any] = {}
+        self._state_on_cpu = torch.default_generator.get_state  # half of torch.get_rng_state's time
 
     def note(self) -> None:
         """Keep their states of now."""
         if self._has_others:
             self._others = random_state(devices=self._devices)
         else:
-            self._on_cpu = torch.get_rng_state()
+            self._on_cpu = self._state_on_cpu()
             self._on_device = generator_states(self._devices) if self._devices else []
 
     def restore(self) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,40 +26,51 @@ class Logs:
         self.step: OwnStep = step
         self._metrics: list[Any] = [one for one in step.model.modules() if is_metric(one)]
         self._of_part: list[tuple[Any, ...]] = []
+        self._measured: list[tuple[Any, ...]] = []
         self._of_batch: dict[str, list[tuple[Any, ...]]] = {}
 
-    @contextlib.contextmanager
-    def of(self, part: Batch, *, is_new: bool) -> Iterator[None]:
+    def of(self, part: Batch, *, is_new: bool) -> Logs:
         """Surround a part's step, whose values count once the block has ended.
 
         Args:
             is_new: whether no earlier attempt has recorded the part.
         """
-        context: Any = self.step.context
+        self._part, self._is_new = part, is_new
+        return self
+
+    def __enter__(self) -> None:
+        context = self._context = self.step.context
         compiled: Any = self.step.compiled
-        self._of_part, measured = [], []
-        before = [(one, one._copy_state_dict(), one._update_count) for one in self._metrics]
         record, batch = context.record, context.batch
-        logged, record.logged = record.logged, self
-        compiled.measure = lambda *given: measured.append(given)
-        if batch is None or batch.data is not part.data:
-            context.batch = part
-        context.is_silent, counts = not is_new, False
-        try:
-            yield
-            counts = is_new
-        finally:
-            record.logged, context.batch, context.is_silent = logged, batch, False
-            del compiled.measure
-            if not counts:
-                for metric, state, count in before:
-                    vars(metric).update(state)
-                    metric._update_count, metric._computed = count, None
+        self._of_part, self._measured = [], []
+        self._before = [(one, one._copy_state_dict(), one._update_count) for one in self._metrics]
+        self._outside = record.logged, batch
+        record.logged = self  # type: ignore[assignment]
+        compiled.measure = self._measure
+        if batch is None or batch.data is not self._part.data:
+            context.batch = self._part
+        context.is_silent = not self._is_new
+
+    def __exit__(self, *error: object) -> None:
+        context, compiled = self._context, self.step.compiled
+        context.record.logged, context.batch = self._outside
+        context.is_silent = False
+        del compiled.measure
+        if not self._is_new or error[0] is not None:
+            for metric, state, count in self._before:
+                vars(metric).update(state)
+                metric._update_count, metric._computed = count, None
+        if error[0] is not None:
+            return
         for name, *note in self._of_part:
             self._of_batch.setdefault(name, []).append(tuple(note))
-        with torch.no_grad():
-            for given in measured:
+        for given in self._measured:
+            with torch.no_grad():
                 compiled.measure(*given)
+
+    def _measure(self, *given: Any) -> None:
+        """Take what the compiled metrics measure."""
+        self._measured.append(given)
 
     def add(self, *note: Any) -> None:
         """Take a value that a step logs."""
@@ -72,6 +81,8 @@ class Logs:
 
     def end_batch(self) -> None:
         """Log a batch's values."""
+        if not self._of_batch:
+            return
         notes, self._of_batch = self._of_batch, {}
         logged = self.step.context.logged
         for name, of_parts in notes.items():

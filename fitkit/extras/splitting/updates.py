@@ -107,39 +107,34 @@ class UpdateInParts(Update):
     ) -> Outcome:
         """Compute a batch's gradients in parts; return what the steps found, as of the batch."""
         with self._around_step() if self.accumulate > 1 else AS_IS:
-            return self._computed_in(batch, index, record, optimizer, sizes)
-
-    def _computed_in(
-        self, batch: Batch, index: int, record: Logbook, optimizer: dict[str, Any], sizes: list[int]
-    ) -> Outcome:
-        is_part, self._learns = self.is_part or len(sizes) > 1, False
-        joined = JoinedLoss(self.step) if self._compares and len(sizes) > 1 else None
-        found: list[Outcome] = []
-        self._held = []
-        for part in self.cuts.parts_of(batch, sizes):
-            is_new = part.end > self._recorded
-            with AS_IS if self._logs is None else self._logs.of(part.batch, is_new=is_new):
-                outcome = self.step(part.batch, index, is_part=is_part, **optimizer)
-                if joined is not None:
-                    joined.take(outcome, part.batch.samples)
-                if self._fit_state.guard is not None:
-                    self._held.append((part.batch, without_graph(outcome)))
-                elif is_new:
-                    self.step.record(part.batch, outcome, record)
-                self._recorded = max(self._recorded, part.end)
-            outcome.outputs = None
-            found.append(outcome if len(sizes) == 1 else without_graph(outcome))
-            if outcome.loss is None:
-                self.check_alone()
-                continue
-            self._learns = True
-            if not is_part:
-                self._add_gradients(outcome.loss, count_in(batch, outcome.count))
-                continue
-            if self._group is None:
-                self._begin_group(batch, outcome, is_cut=len(sizes) > 1)
-            assert self._group is not None
-            self._add_gradients(*self._group.part(part.batch, outcome))
+            is_part, self._learns = self.is_part or len(sizes) > 1, False
+            joined = JoinedLoss(self.step) if self._compares and len(sizes) > 1 else None
+            found: list[Outcome] = []
+            self._held = []
+            for part in self.cuts.parts_of(batch, sizes):
+                is_new = part.end > self._recorded
+                with AS_IS if self._logs is None else self._logs.of(part.batch, is_new=is_new):
+                    outcome = self.step(part.batch, index, is_part=is_part, **optimizer)
+                    if joined is not None:
+                        joined.take(outcome, part.batch.samples)
+                    if self._fit_state.guard is not None:
+                        self._held.append((part.batch, without_graph(outcome)))
+                    elif is_new:
+                        self.step.record(part.batch, outcome, record)
+                    self._recorded = max(self._recorded, part.end)
+                outcome.outputs = None
+                found.append(outcome if len(sizes) == 1 else without_graph(outcome))
+                if outcome.loss is None:
+                    self.check_alone()
+                    continue
+                self._learns = True
+                if not is_part:
+                    self._add_gradients(outcome.loss, count_in(batch, outcome.count))
+                    continue
+                if self._group is None:
+                    self._begin_group(batch, outcome, is_cut=len(sizes) > 1)
+                assert self._group is not None
+                self._add_gradients(*self._group.part(part.batch, outcome))
         self._joined = joined
         return found[0] if len(found) == 1 else joined_losses(found, sizes)
 
