@@ -76,7 +76,7 @@ class Cuts:
         self,
         batch: Batch,
         compute: Callable[[list[int]], Found],
-        undo: Callable[[], object] = lambda: None,
+        undo: Callable[[Batch], object] = lambda batch: None,
     ) -> tuple[Found, list[int]]:
         """Return what a batch gives, and the sizes of the parts in which it fitted.
 
@@ -96,7 +96,7 @@ class Cuts:
             except Exception as error:
                 failed = error  # this clause holds its frames, and so the activations
             sizes = self._finer(batch, sizes, failed)
-            undo()
+            undo(batch)
 
     def _finer(self, batch: Batch, sizes: list[int], error: Exception) -> list[int]:
         """Return the sizes of smaller parts, and free what the failed attempt held."""

@@ -49,14 +49,15 @@ class InParts:
         Raises:
             OutOfMemoryError: it doesn't fit, and parts would give something else.
         """
-        batch.is_lent = True  # each attempt computes what it holds, whatever a step writes into it
-        self._before.note()
+        before = self._before
+        before.note(batch)
 
         def attempt(sizes: list[int]) -> list[Outcome]:
             return [compute(part) for part in self._cuts.parts_of(batch, sizes)]
 
-        found, sizes = self._cuts.tried(batch, attempt, self._before.restore)
-        self._before.random.end_batch()
+        found, sizes = self._cuts.tried(batch, attempt, before.restore)
+        if not before.is_known:
+            before.end_batch(batch)
         if len(sizes) == 1:
             return found[0]
         try:
@@ -65,7 +66,7 @@ class InParts:
             why = f"What its parts give can't be joined: {error}."
             raise OutOfMemoryError(without_rows(why)) from error
         if self._cuts.keep(batch, sizes):
-            given = self._model, self._cuts, batch, sizes, self._before.buffers
+            given = self._model, self._cuts, batch, sizes, before.buffers
             if (far := apart(*given, look, self._join)) is not None:
                 raise OutOfMemoryError(not_its_halves(far))
         return made

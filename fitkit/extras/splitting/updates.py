@@ -11,7 +11,7 @@ import torch
 
 from fitkit import trees
 from fitkit.errors import OutOfMemoryError
-from fitkit.extras.splitting.attempts import Before, Inputs, MovedGradients, copy_of
+from fitkit.extras.splitting.attempts import Before, MovedGradients, copy_of
 from fitkit.extras.splitting.cuts import Cuts
 from fitkit.extras.splitting.halves import apart
 from fitkit.extras.splitting.joins import joined_losses
@@ -41,7 +41,6 @@ class UpdateInParts(Update):
         self._model = model
         self._logs = Logs(step) if isinstance(step, OwnStep) else None
         self._before = Before(model, of_user=self._logs is not None)
-        self._inputs = Inputs()
         self._is_checked = False
         self._compares = JoinedLoss.can_compare(step)  # at the first cut
         self._joined: JoinedLoss | None = None  # of the batch
@@ -61,21 +60,20 @@ class UpdateInParts(Update):
         if begins:
             self.begin()
         earlier = MovedGradients(self._averaged) if self._batches else None
-        self._before.note()
-        self._inputs.note(batch)
+        self._before.note(batch)
         self._at_begin = None if self._group is None else copy_of(self._group)
         self._recorded = 0
         compute = partial(self._computed, batch, index, record, optimizer)
         try:
-            outcome, sizes = self.cuts.tried(batch, compute, partial(self._undo, batch))
+            outcome, sizes = self.cuts.tried(batch, compute, self._undo)
         except BaseException:
             if earlier is not None:
                 earlier.put_back()
             raise
         if earlier is not None:
             earlier.add()
-        self._inputs.end_batch(batch)
-        self._before.random.end_batch()
+        if not self._before.is_known:
+            self._before.end_batch(batch)
         if len(sizes) > 1:
             if self._joined is not None:
                 self._check_loss(self._joined)
@@ -96,8 +94,7 @@ class UpdateInParts(Update):
 
     def _undo(self, batch: Batch) -> None:
         """Let a failed attempt have changed nothing."""
-        self._before.restore()
-        self._inputs.restore(batch)
+        self._before.restore(batch)
         self._group = copy_of(self._at_begin)
         for parameter in self._averaged:
             parameter.grad = None
