@@ -12,7 +12,7 @@ from fitkit.extras.splitting.cuts import Cuts, Part
 from fitkit.extras.splitting.halves import Join, apart
 from fitkit.extras.splitting.joins import joined, joined_losses, joined_own
 from fitkit.extras.splitting.logs import Logs
-from fitkit.extras.splitting.refusals import not_its_halves, without_rows
+from fitkit.extras.splitting.refusals import not_its_halves, unjoinable
 from fitkit.seams.data import Batch
 from fitkit.seams.steps import CompiledStep, Outcome, OwnStep
 
@@ -63,8 +63,7 @@ class InParts:
         try:
             made = self._join(found, sizes)
         except (ValueError, RuntimeError) as error:
-            why = f"What its parts give can't be joined: {error}."
-            raise OutOfMemoryError(without_rows(why)) from error
+            raise OutOfMemoryError(unjoinable(error)) from error
         if self._cuts.keep(batch, sizes):
             given = self._model, self._cuts, batch, sizes, before.buffers
             if (far := apart(*given, look, self._join)) is not None:

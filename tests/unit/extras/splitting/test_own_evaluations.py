@@ -139,6 +139,31 @@ def test_what_steps_return_is_of_the_batch_or_refused():
     assert returning(lambda p, y: None) == [None] * 5
 
 
+def test_an_epoch_s_end_gets_one_output_for_each_batch_of_a_training():
+    class Kind(fitkit.Model):
+        def training_step(self, batch, batch_idx):
+            out = self.net(batch[0])
+            loss = F.cross_entropy(out, batch[1])
+            if len(out) > self.net.rows:
+                raise torch.OutOfMemoryError(FULL)
+            return {"loss": loss, "out": out} if self.net.bias.requires_grad else loss
+
+        def training_epoch_end(self, outputs):
+            self.ended = [(one["loss"], one["out"] if type(one) is dict else 0) for one in outputs]
+
+    def ended(rows, grad, **option):
+        torch.manual_seed(0)
+        net = Wide(rows)
+        net.bias.requires_grad_(grad)
+        model = Kind(net)
+        model.compile("sgd", accelerator="cpu", devices=1, **option)
+        model.fit(X, LABELS, batch_size=20, verbose=0)
+        return model.ended
+
+    for grad in (True, False):
+        assert_alike(ended(3, grad, out_of_memory="split"), ended(1000, grad))
+
+
 def test_a_lightning_module_s_hooks_see_what_its_steps_return():
     pl = pytest.importorskip("lightning.pytorch")
 
