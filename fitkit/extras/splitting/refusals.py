@@ -128,7 +128,7 @@ def without_rows(why: str) -> str:
 
 def unjoinable(error: Exception) -> str:
     """Return why an out-of-memory error stays one, for parts that give what can't be joined."""
-    return without_rows(f"What its parts give can't be joined: {error}.")
+    return without_rows(f"What its parts give can't be joined: {error}. Return rows or means.")
 
 
 def over_pairs(apart: float) -> str:
