@@ -247,7 +247,7 @@ def concatenate(trees: list[Any], samples: list[int] | None = None) -> Any:
         if any(list(tree) != list(first) for tree in trees):
             raise ValueError(f"batches have different keys: {list(first)} and others")
         return {key: concatenate([tree[key] for tree in trees], samples) for key in first}
-    if isinstance(first, list) and _are_of_samples(trees, samples):
+    if isinstance(first, list) and are_of_samples(trees, samples):
         return [entry for tree in trees for entry in tree]
     if isinstance(first, (tuple, list)):
         columns = zip(*trees, strict=True)
@@ -260,7 +260,7 @@ def concatenate(trees: list[Any], samples: list[int] | None = None) -> Any:
     return list(trees)
 
 
-def _are_of_samples(lists: list[list[Any]], samples: list[int] | None) -> bool:
+def are_of_samples(lists: list[list[Any]], samples: list[int] | None) -> bool:
     """Whether lists have an entry per sample: texts, or as many entries as samples in each batch.
 
     Lists of as many tensors with as many rows are several outputs.

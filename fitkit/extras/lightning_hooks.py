@@ -177,6 +177,10 @@ class Hooks:
         """What the last step in this thread returned."""
         return getattr(self._threads, "outputs", None)
 
+    @outputs.setter
+    def outputs(self, outputs: Any) -> None:
+        self._threads.outputs = outputs
+
     # ------------------------------------------------------------------ batches
 
     @functools.cached_property

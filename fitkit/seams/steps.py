@@ -17,7 +17,7 @@ from fitkit.training.compiler import Compiler, NetAlone, Take, Updates
 from fitkit.training.empty_parts import stop_gradients_of_nothing
 from fitkit.training.log import Logbook
 from fitkit.training.net_call import forward_of, is_plain_wrapper
-from fitkit.training.own_step import OwnStep, loss_in, said_count
+from fitkit.training.own_step import OwnStep, loss_in, said_count, without_gradients
 from fitkit.training.parts_of_batches import counter_of, labels_inside, unpacker_of
 from fitkit.training.settings import parts_of_update
 from fitkit.training.step import CompiledStep, Outcome
@@ -52,4 +52,5 @@ __all__ = [
     "said_count",
     "stop_gradients_of_nothing",
     "unpacker_of",
+    "without_gradients",
 ]

@@ -177,7 +177,7 @@ class OwnStep:
                 count = outcome.count
                 record.loss.add(outcome.loss.detach(), samples if count is None else count)
             if record.outputs is not None:
-                record.outputs.append(_without_gradients(outcome.outputs, training=is_training))
+                record.outputs.append(without_gradients(outcome.outputs, training=is_training))
         if is_training:  # elsewhere ranks may make unequal numbers of steps
             record.logged.exchange(self.ranks, is_padding=samples == 0)
 
@@ -275,7 +275,7 @@ class _Loss(torch.Tensor):
         return self if key == "loss" else super().__getitem__(key)
 
 
-def _without_gradients(outputs: Any, *, training: bool) -> Any:
+def without_gradients(outputs: Any, *, training: bool) -> Any:
     """Return a step's outputs without gradients."""
     if training and isinstance(outputs, torch.Tensor):
         return outputs.detach().as_subclass(_Loss)

@@ -73,7 +73,8 @@ def step_for(
     _check_undivided(model, wrapped, stage)
     transfer = None if source is None else source.whole.transfer
     keeps_batches = source is not None and isinstance(source.whole, ArraySource)
-    compiled = _kind_of(model, stage)(
+    kind, own_kind = _kinds_of(model, stage)
+    compiled = kind(
         model,
         wrapped,
         DataFacts(name, all_targets or (), keeps_batches),
@@ -92,7 +93,7 @@ def step_for(
     moves_parts = not predicts and strategy.replicates and not compiled.mover.is_ours
     if not (has_own_steps(model, stage) or by_turns or moves_parts):
         return compiled
-    return OwnStep(model, stage, compiled, wrapped, transfer)
+    return own_kind(model, stage, compiled, wrapped, transfer)
 
 
 def new_context(
@@ -125,13 +126,17 @@ def new_context(
     return StepContext(stage, step, Logbook(step.meters or NO_METRICS, scope, doubts))
 
 
-def _kind_of(model: Module, stage: str) -> Callable[..., CompiledStep]:
-    """Return what makes a stage's compiled step. A training's parts are its updates' matter."""
+def _kinds_of(
+    model: Module, stage: str
+) -> tuple[Callable[..., CompiledStep], Callable[..., OwnStep]]:
+    """Return what makes a stage's steps, the compiled and the model's own. A training's parts are
+    its updates' matter.
+    """
     if stage == "training" or model._fitkit.compilation.given.out_of_memory == "raise":
-        return CompiledStep
-    from fitkit.extras.splitting import StepInParts
+        return CompiledStep, OwnStep
+    from fitkit.extras.splitting import OwnStepInParts, StepInParts
 
-    return partial(StepInParts, stage)
+    return partial(StepInParts, stage), OwnStepInParts
 
 
 def _check_undivided(model: Module, wrapped: WrappedModel, stage: str) -> None:

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from torch import nn
+from torch.nn import functional as F
 
 import fitkit
 from tests.nets import classification
@@ -30,7 +32,7 @@ class Narrow(nn.Module):
         hidden = self.body(x).relu()
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         if len(x) > self.rows[rank]:
-            if rank == 0:
+            if rank == 0 or not self.training:
                 self.fail()
             if hidden.requires_grad:
                 hidden.register_hook(self.fail)
@@ -69,3 +71,40 @@ def test_ranks_that_are_cut_by_themselves_give_the_uncut_numbers(heads, every, r
         np.testing.assert_allclose(found.history[name], values, rtol=1e-6)
     cut_ranks = {name.split(":")[0] for name in found.params["parts"]}
     assert cut_ranks == {f"rank {rank}" for rank, most in enumerate(rows) if most < 20}
+
+
+class Steps(fitkit.Model):
+    """Evaluates and predicts by steps of its own; ranks take unlike numbers of rows."""
+
+    def __init__(self, net):
+        super().__init__(net)
+        self.right = torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.right((self.net.heads[0](self.net.body(x).relu()).argmax(1) == y).float())
+        self.log("right", self.right, on_step=False, on_epoch=True)
+        loss = F.cross_entropy(self.net(x), y, ignore_index=-100)
+        self.log("own", loss.detach(), sync_dist=True)
+        return {"loss": loss, "count": (y != -100).sum()}
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0]).softmax(1)
+
+
+@pytest.mark.filterwarnings("ignore:.*didn't fit into memory")
+def test_own_evaluations_of_ranks_are_cut():
+    def values(rows, **option):
+        fitkit.set_seed(1)
+        model = Steps(Narrow(rows, 1))
+        model.compile("adam", accelerator="cpu", devices=2, strategy="ddp_spawn", **option)
+        data = {"validation_data": (X, LABELS), "validation_batch_size": 20}
+        history = model.fit(X, LABELS, batch_size=20, verbose=0, **data).history
+        return {**history, "predicted": model.predict(X, batch_size=20, verbose=0)}
+
+    uncut, cut = values((1000, 1000)), values((3, 8), out_of_memory="split")
+    for name, expected in uncut.items():
+        np.testing.assert_allclose(cut[name], expected, rtol=1e-6, atol=1e-6)

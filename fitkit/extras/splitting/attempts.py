@@ -15,6 +15,7 @@ from fitkit.errors import OutOfMemoryError
 from fitkit.extras.splitting.refusals import without_rows
 from fitkit.random_states import random_state, set_random_state
 from fitkit.seams.data import Batch
+from fitkit.seams.networks import Module
 
 
 class KeptBuffers:
@@ -71,13 +72,14 @@ class RandomNumbers:
         self._devices = [] if device.type == "cpu" else [device]
         self._is_known, self._has_others = not of_user, of_user
         self._others: dict[str, Any] = {}
+        self._state_on_cpu = torch.default_generator.get_state  # half of torch.get_rng_state's time
 
     def note(self) -> None:
         """Keep their states of now."""
         if self._has_others:
             self._others = random_state(devices=self._devices)
         else:
-            self._on_cpu = torch.get_rng_state()
+            self._on_cpu = self._state_on_cpu()
             self._on_device = generator_states(self._devices) if self._devices else []
 
     def restore(self) -> None:
@@ -111,14 +113,11 @@ class Inputs:
 
     def note(self, batch: Batch) -> None:
         """Begin a batch."""
-        data = batch.data
-        if self._writes or type(data) is not tuple:
+        self._versions = None if batch.is_lent or self._writes else _versions_of(batch.data)
+        if self._versions is None:
             batch.is_lent = True
-        for one in () if batch.is_lent else data:
-            batch.is_lent = batch.is_lent or type(one) is not torch.Tensor or one.is_inference()
-        self._versions = None if batch.is_lent else [one._version for one in data]
-        if self._writes is None and not batch.is_lent:
-            self._original = trees.copied(data)
+        elif self._writes is None:
+            self._original = trees.copied(batch.data)
 
     def restore(self, batch: Batch) -> None:
         """Give the batch what it held.
@@ -132,14 +131,68 @@ class Inputs:
             raise OutOfMemoryError(without_rows("Its step has written into it, as none before."))
         batch.data, self._writes, self._versions = self._original, True, None
 
-    def end_batch(self, batch: Batch) -> None:
-        """See by the first batch whether steps write."""
+    def end_batch(self, batch: Batch) -> bool:
+        """See by the first batch that isn't lent whether steps write; return whether it's known."""
         if self._writes is None and self._versions is not None:
             self._writes = self._have_changed(batch)
         self._original = None
+        return self._writes is not None
 
     def _have_changed(self, batch: Batch) -> bool:
-        return [one._version for one in batch.data] != self._versions
+        return _versions_of(batch.data) != self._versions
+
+
+def _versions_of(data: Any) -> list[int] | None:
+    """Return what shows whether anything is written into a batch; None if nothing does."""
+    if type(data) is not tuple:
+        return None
+    found = []
+    for one in data:
+        if type(one) is not torch.Tensor or one.is_inference():
+            return None
+        found.append(one._version)
+    return found
+
+
+class Before:
+    """What a batch's attempts may change in it, in the model and around it, as it was before.
+
+    Args:
+        model: computes the batch.
+        of_user: whether the steps are the user's code.
+
+    Attributes:
+        buffers: those of the model.
+        is_known: whether earlier batches have shown what steps change; `end_batch` sees it.
+    """
+
+    def __init__(self, model: Module, *, of_user: bool) -> None:
+        compilation = model._fitkit.compilation
+        self.buffers: KeptBuffers = KeptBuffers(compilation.trained(model).modules())
+        self._random = RandomNumbers(compilation.strategy.device, of_user=of_user)
+        self._inputs = Inputs()
+        self.is_known: bool = False
+
+    def note(self, batch: Batch) -> None:
+        """Keep what is there now."""
+        self._random.note()
+        self.buffers.note()
+        self._inputs.note(batch)
+
+    def restore(self, batch: Batch) -> None:
+        """Put it back.
+
+        Raises:
+            OutOfMemoryError: a step has written into the batch, and into none before.
+        """
+        self._random.restore()
+        self.buffers.restore()
+        self._inputs.restore(batch)
+
+    def end_batch(self, batch: Batch) -> None:
+        """See by the first batches what steps change."""
+        self._random.end_batch()
+        self.is_known = self._inputs.end_batch(batch)
 
 
 class MovedGradients:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from fitkit import trees
@@ -17,7 +17,7 @@ from fitkit.seams.steps import counter_of, unpacker_of
 Found = TypeVar("Found")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Part:
     """Some rows of a batch.
 
@@ -57,11 +57,11 @@ class Cuts:
         known = self._sizes.get(_shapes(batch.data)) if self._sizes else None
         return known or [batch.samples or self._samples_of(batch.data)]
 
-    def parts_of(self, batch: Batch, sizes: list[int]) -> Iterator[Part]:
-        """Yield a batch's parts. Those of a batch that only fills don't count either."""
-        if len(sizes) == 1:
-            yield Part(batch, 0, sizes[0])
-            return
+    def parts_of(self, batch: Batch, sizes: list[int]) -> Iterable[Part]:
+        """Return a batch's parts. Those of a batch that only fills don't count either."""
+        return (Part(batch, 0, sizes[0]),) if len(sizes) == 1 else self._cut(batch, sizes)
+
+    def _cut(self, batch: Batch, sizes: list[int]) -> Iterator[Part]:
         rows, first = sum(sizes), 0
         others = batch.total - batch.samples  # which the first part stands for
         for size in sizes:
@@ -76,7 +76,7 @@ class Cuts:
         self,
         batch: Batch,
         compute: Callable[[list[int]], Found],
-        undo: Callable[[], object] = lambda: None,
+        undo: Callable[[Batch], object] = lambda batch: None,
     ) -> tuple[Found, list[int]]:
         """Return what a batch gives, and the sizes of the parts in which it fitted.
 
@@ -96,7 +96,7 @@ class Cuts:
             except Exception as error:
                 failed = error  # this clause holds its frames, and so the activations
             sizes = self._finer(batch, sizes, failed)
-            undo()
+            undo(batch)
 
     def _finer(self, batch: Batch, sizes: list[int], error: Exception) -> list[int]:
         """Return the sizes of smaller parts, and free what the failed attempt held."""
@@ -105,7 +105,7 @@ class Cuts:
         let_go(error, self._model._fitkit.compilation.strategy.device)
         found = [size for whole in sizes for size in (whole - whole // 2, whole // 2) if size]
         try:
-            part = next(self.parts_of(batch, found)).batch.data
+            part = next(self._cut(batch, found)).batch.data
         except ConfigurationError as refused:
             raise OutOfMemoryError(without_rows(str(refused))) from error
         if not self._cuts_inputs(batch.data, part) or self._samples_of(part) != found[0]:

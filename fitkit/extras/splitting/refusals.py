@@ -102,6 +102,17 @@ def not_a_mean(apart: float, *, is_own: bool) -> str:
     )
 
 
+def not_its_halves(apart: float) -> str:
+    """Return why an out-of-memory error stays one, for a step that learns nothing."""
+    return with_code(
+        f"Memory ran out, and {SPLIT} can't compute this batch in parts: what some of its rows "
+        f"give isn't what their halves give ({apart:.1e} apart). It compares rows with one "
+        "another, or has sums or means over something else than rows. Return rows, their means, "
+        "or {'loss': loss, 'count': what it is the mean over}. Or use smaller batches.",
+        CODE,
+    )
+
+
 def without_rows(why: str) -> str:
     """Return why an out-of-memory error stays one, for a batch without rows to cut.
 
@@ -113,6 +124,11 @@ def without_rows(why: str) -> str:
         "batches.",
         CODE,
     )
+
+
+def unjoinable(error: Exception) -> str:
+    """Return why an out-of-memory error stays one, for parts that give what can't be joined."""
+    return without_rows(f"What its parts give can't be joined: {error}. Return rows or means.")
 
 
 def over_pairs(apart: float) -> str:
