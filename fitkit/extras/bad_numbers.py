@@ -147,7 +147,7 @@ def _numbered(source: Source) -> Source | None:
     if not isinstance(source, LoaderSource) or source.is_stream or source.own_state is not None:
         return None
     loader = source.loader
-    if loader.batch_sampler is None or not hasattr(loader.dataset, "__len__"):
+    if not _may_draw_again(loader) or not hasattr(loader.dataset, "__len__"):
         return None
     count = len(loader.dataset)
     other: DataLoader[Any] = copy.copy(loader)
@@ -161,6 +161,15 @@ def _numbered(source: Source) -> Source | None:
         object.__setattr__(other, name, value)
     found.loader, found._reader = other, None
     return numbered
+
+
+def _may_draw_again(loader: DataLoader[Any]) -> bool:
+    """Whether drawing an order once more changes nothing: a sampler of the user's may keep state."""
+    kinds = type(loader.sampler), type(loader.batch_sampler)
+    return loader.batch_sampler is not None and all(
+        kind in (list, tuple, range) or kind.__module__.partition(".")[0] in ("torch", "fitkit")
+        for kind in kinds
+    )
 
 
 def named_samples(indices: list[int] | None) -> str:

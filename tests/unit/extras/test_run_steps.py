@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import fitkit
 from fitkit.__main__ import main
@@ -59,6 +60,29 @@ def test_epochs_of_steps_record_the_samples_of_whole_passes(tmp_path):
     _, _, cut = fit(tmp_path / "b", epochs=3, steps=4)
     for name in ("update", "loss", "samples"):
         assert np.array_equal(whole[name], cut[name])
+
+
+class Counted(torch.utils.data.Sampler):
+    """Shuffles by the number of its passes, which reading it again would move."""
+
+    passes = 0
+
+    def __len__(self):
+        return len(X)
+
+    def __iter__(self):
+        self.passes += 1
+        return iter(torch.randperm(len(X), generator=torch.Generator().manual_seed(self.passes)))
+
+
+def test_a_sampler_that_keeps_state_is_not_read_once_more(tmp_path):
+    sampler = Counted()
+    loader = DataLoader(TensorDataset(X, Y), 8, sampler=sampler)
+    torch.manual_seed(1)
+    model = fitkit.Model(nn.Linear(4, 1))
+    model.compile("sgd", "mse", accelerator="cpu", devices=1)
+    model.fit(loader, epochs=3, verbose=0, callbacks=RunFolder(tmp_path))
+    assert sampler.passes == 3 and set(read_steps(tmp_path)["samples"]) == {0}
 
 
 @pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.slow)])
