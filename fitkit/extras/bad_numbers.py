@@ -164,7 +164,7 @@ def _numbered(source: Source) -> Source | None:
 
 
 def _may_draw_again(loader: DataLoader[Any]) -> bool:
-    """Whether drawing an order once more changes nothing: a sampler of the user's may keep state."""
+    """Whether an order can be drawn once more: a sampler of the user's may keep state."""
     kinds = type(loader.sampler), type(loader.batch_sampler)
     return loader.batch_sampler is not None and all(
         kind in (list, tuple, range) or kind.__module__.partition(".")[0] in ("torch", "fitkit")
