@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,7 +80,7 @@ class Net(nn.Module):
 
 
 def give(folder: Path) -> None:
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for n, (x, y) in enumerate(batches()):
         arrays |= {f"x{n}": x, f"y{n}": y}
     write(folder, Net(), **arrays)

@@ -46,7 +46,8 @@ def give(folder: Path) -> None:
 def check(folder: Path) -> None:
     (x, y), net = data(), mlp(1)
     adam = torch.optim.Adam(net.parameters(), 0.01)
-    skipped, samples = [], []
+    skipped: list[int] = []
+    samples: list[int] = []
     for epoch in range(3):
         skipped.append(0)
         for first in range(0, 120, 16):
