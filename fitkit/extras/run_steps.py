@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,19 @@ ROW = np.dtype([
 """A row of the file, for an update: its number, the epoch, the mean of its batches' losses over the
 ranks, the first group's rate after it, a digest of its samples' indices whatever their order (0
 where they aren't known), and one of the weights after it at an epoch's end (0 elsewhere)."""
+
+
+def _with_key(state: Any, convert: Callable[[Any], Any]) -> Any:
+    """Return a random state, with the numbers of NumPy's generator in another form."""
+    if state is None:
+        return None
+    numpy = state["numpy"]
+    key = convert(map(int, numpy["state"]["key"]))
+    return {**state, "numpy": {**numpy, "state": {**numpy["state"], "key": key}}}
+
+
+def _as_key(numbers: Iterable[int]) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    return np.fromiter(numbers, np.uint32)
 
 
 class RunSteps:
@@ -59,13 +73,14 @@ class RunSteps:
     def state(self) -> list[Any]:
         """Return what has been noted of this epoch, as plain data."""
         batches = [list(one) for one in self._batches]
-        return [batches, self._losses.state(), [list(one) for one in self._began.items()]]
+        began = [[number, _with_key(state, list)] for number, state in self._began.items()]
+        return [batches, self._losses.state(), began]
 
     def restore(self, state: list[Any]) -> None:
         """Go on from what `state` returned."""
         self._batches = [(int(b), int(u), float(r), int(n), int(p)) for b, u, r, n, p in state[0]]
         self._losses.restore(state[1])
-        self._began = {int(number): began for number, began in state[2]}
+        self._began = {int(number): _with_key(began, _as_key) for number, began in state[2]}
 
     def end_epoch(self, model: Any, epoch: int) -> None:
         """Make an epoch's rows of what was noted.

@@ -101,7 +101,9 @@ def children():
     below = {}
     for row in rows.stdout.splitlines():
         pid, parent, state, words = row.split(maxsplit=3)
-        if "Z" not in state and not words.startswith("ps -eo"):
+        # Python's own, once a test of another file has used multiprocessing.
+        is_trackers = "multiprocessing.resource_tracker" in words
+        if "Z" not in state and not words.startswith("ps -eo") and not is_trackers:
             below.setdefault(int(parent), []).append(int(pid))
     found, waiting = [], [os.getpid()]
     while waiting:

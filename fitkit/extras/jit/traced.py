@@ -295,8 +295,10 @@ class TracedOwnStep:
             outcome.count = checked_count(count, f"{step.method} returned 'count'")
         elif is_compiled_loss:
             outcome.count, outcome.terms = inside[-1].count, inside[-1].terms
+        step.context.in_step = True
         for name, value, given, options in self._logged:
             self._model.log(name, copied(value), *given, **options)
+        step.context.in_step = False
         step.record(batch, outcome, record)
         return outcome
 

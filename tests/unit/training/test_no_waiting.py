@@ -35,7 +35,7 @@ def selects_by_mask(function, args):
 
 @pytest.fixture(autouse=True)
 def the_cpu_stands_for_a_device(monkeypatch):
-    monkeypatch.setattr("fitkit.training.log.is_at_hand", lambda value: False)
+    monkeypatch.setattr("fitkit.training.running_values.is_at_hand", lambda value: False)
     monkeypatch.setattr("fitkit.metrics.conversions.is_at_hand", lambda tensor: False)
 
 
