@@ -52,6 +52,7 @@ READABLE = {
     "MetricsArgument": f"str | {CALLABLE} | list | dict | None",
     "Name": "str",
     "NamedPrecision": "str | int",
+    "Mode": "Literal['auto', 'min', 'max']",
     "Nested": "list | tuple | dict",
     "OneLoss": f"str | {CALLABLE}",
     "OneMetric": f"str | {CALLABLE}",
