@@ -214,7 +214,7 @@ def test_two_replicas_compare_all_views_and_the_embeddings_beat_the_pixels(tmp_p
     assert number(printed, "views compared in a batch") == 512
     loss = number(printed, "first epoch's loss")
     assert loss == pytest.approx(number(printed, "of one device"), abs=1e-5)
-    assert number(printed, "last epoch's loss") < 0.6 * loss
+    assert number(printed, "last epoch's loss") < 0.65 * loss
     accuracies = [float(percent) for percent in re.findall(r"([\d.]+)% by", printed)]
     assert accuracies[0] > accuracies[1] + 2
 
