@@ -95,19 +95,21 @@ def train(net=None, data=None, timeout=None, **arguments):
 # ---------------------------------------------------------------------- what may be left
 
 
+OF_OTHER_TESTS: set[int] = set()
+"""Processes that tests of other modules have left, such as Python's tracker of resources."""
+
+
 def children():
-    """The living processes that this one has started, and theirs."""
+    """The living processes that this one has started here, and theirs."""
     rows = subprocess.run(["ps", "-eo", "pid=,ppid=,stat=,args="], capture_output=True, text=True)
     below = {}
     for row in rows.stdout.splitlines():
         pid, parent, state, words = row.split(maxsplit=3)
-        # Python's own, once a test of another file has used multiprocessing.
-        is_trackers = "multiprocessing.resource_tracker" in words
-        if "Z" not in state and not words.startswith("ps -eo") and not is_trackers:
+        if "Z" not in state and not words.startswith("ps -eo"):
             below.setdefault(int(parent), []).append(int(pid))
     found, waiting = [], [os.getpid()]
     while waiting:
-        new = below.get(waiting.pop(), [])
+        new = [pid for pid in below.get(waiting.pop(), []) if pid not in OF_OTHER_TESTS]
         found += new
         waiting += new
     return found
@@ -161,6 +163,7 @@ def nothing_left_behind(ports_before):
 @pytest.fixture(scope="module", autouse=True)
 def no_workers_of_other_tests():
     end_workers()
+    OF_OTHER_TESTS.update(children())
 
 
 # ---------------------------------------------------------------------- failures

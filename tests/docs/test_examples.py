@@ -210,11 +210,11 @@ def test_the_gan_draws_digits_of_all_kinds(tmp_path):
 
 @pytest.mark.slow
 def test_two_replicas_compare_all_views_and_the_embeddings_beat_the_pixels(tmp_path):
-    printed = run("contrastive.py", tmp_path, "--epochs", "25")
+    printed = run("contrastive.py", tmp_path, "--epochs", "28")
     assert number(printed, "views compared in a batch") == 512
     loss = number(printed, "first epoch's loss")
     assert loss == pytest.approx(number(printed, "of one device"), abs=1e-5)
-    assert number(printed, "last epoch's loss") < 0.65 * loss
+    assert number(printed, "last epoch's loss") < 0.6 * loss
     accuracies = [float(percent) for percent in re.findall(r"([\d.]+)% by", printed)]
     assert accuracies[0] > accuracies[1] + 2
 
