@@ -21,11 +21,6 @@ Hook = Callable[..., Any]
 
 UNUSED_LEFT_OUT = Shortcut("hooks that a callback doesn't override aren't called")
 
-WHO_FINDS_IT = (
-    "fit(…, callbacks=fitkit.callbacks.DetectNonFinite()) names the first module in training whose "
-    "output or gradient is NaN or infinite."
-)
-
 
 class CallbackList:
     """Calls the hooks of several callbacks, in list order.

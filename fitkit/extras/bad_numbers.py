@@ -212,13 +212,19 @@ class BadBatch(NamedTuple):
         return f"batch {self.number}{samples}" + (f" on rank {self.rank}" if self.ranks > 1 else "")
 
 
-def words_of_lost(run: Any, lost: str, advice: str, *, is_early: bool) -> tuple[str, bool]:
+WHO_FINDS_IT = (
+    "fit(…, callbacks=fitkit.callbacks.DetectNonFinite()) names the first module in training whose "
+    "output or gradient is NaN or infinite."
+)
+
+
+def words_of_lost(run: Any, lost: str, *, is_first: bool, is_early: bool) -> tuple[str, bool]:
     """Return what to say of losses that aren't finite, and whether that has the samples.
 
     Args:
         run: the running fit.
         lost: which losses they are.
-        advice: what else to say. Empty if it was said before, without samples, which are wanted.
+        is_first: whether nothing was said before. Else samples alone are wanted.
         is_early: whether the epoch still runs. Then other ranks don't take part, and samples are
             named only where no code of the user's draws the order, which may be under way.
 
@@ -230,11 +236,12 @@ def words_of_lost(run: Any, lost: str, advice: str, *, is_early: bool) -> tuple[
     waits = is_early and not may_be_now
     found = None if waits else bad_batch(run)
     is_named = found is not None and found.indices is not None
-    if run.collectives.rank or not (advice or is_named):  # rank 0 speaks
+    if run.collectives.rank or not (is_first or is_named):  # rank 0 speaks
         return "", is_named
     where = found.where if found is not None and is_named else first_bad_of(run)
     first = "" if found is None else f", first in {found}"
     data = "" if where is None else f" In the data, {where}."
+    advice = f" {WHO_FINDS_IT}" if is_first else ""
     return f"{lost}{first}.{advice}{data}", is_named
 
 
@@ -353,15 +360,13 @@ def first_bad_of(run: Any, indices: list[int] | None = None) -> str | None:
             where they are in memory, or as many as a data set gives in `SEARCHED_S`.
     """
     whole = run.data.source.whole
+    if indices is None and (held := _in_memory(whole)) is not None:
+        return first_bad(*held)
     if isinstance(whole, ArraySource):
-        if indices is None:
-            return first_bad(whole.batch, None, whole.columns)
         return first_bad(whole.take(torch.tensor(indices)), indices, whole.columns)
     if not isinstance(whole, LoaderSource):
         return None
     dataset: Any = whole.loader.dataset
-    if type(dataset) is TensorDataset and indices is None:
-        return first_bad(dataset.tensors)
     if indices is None and (whole.is_stream or not hasattr(dataset, "__len__")):
         return None
     end = time.monotonic() + (SEARCHED_S if indices is None else math.inf)
@@ -373,6 +378,14 @@ def first_bad_of(run: Any, indices: list[int] | None = None) -> str | None:
             if time.monotonic() > end:
                 break
     return None
+
+
+def _in_memory(source: Source) -> tuple[Any, None, Sequence[Sequence[str]]] | None:
+    """Return `first_bad`'s arguments for data that are in memory as a whole; None for others."""
+    if isinstance(source, ArraySource):
+        return source.batch, None, source.columns
+    dataset: Any = source.loader.dataset if isinstance(source, LoaderSource) else None
+    return (dataset.tensors, None, ()) if type(dataset) is TensorDataset else None
 
 
 def _as_row(leaf: Any) -> Any:
@@ -392,12 +405,8 @@ def advice_after_evaluation(model: torch.nn.Module, source: Source) -> str:
                 f"The net's {name.removeprefix('net.')} isn't finite: load weights from before the "
                 "training that spoiled them."
             )
-    dataset: Any = source.loader.dataset if isinstance(source, LoaderSource) else None
-    where = None
-    if isinstance(source, ArraySource):
-        where = first_bad(source.batch, None, source.columns)
-    elif type(dataset) is TensorDataset:
-        where = first_bad(dataset.tensors)
+    held = _in_memory(source)
+    where = None if held is None else first_bad(*held)
     if where is not None:
         return f"In the data, {where}: leave such samples out, or fill what is missing."
     return "model.predict(x) shows the samples for which the net's outputs aren't finite."

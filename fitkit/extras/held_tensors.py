@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from types import FrameType
@@ -122,7 +123,4 @@ def fault_of_index(error: BaseException) -> str | None:
 
 
 def _frames(error: BaseException) -> Iterator[FrameType]:
-    step = error.__traceback__
-    while step is not None:
-        yield step.tb_frame
-        step = step.tb_next
+    return (frame for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -109,7 +109,4 @@ def _is_librarys(frame: FrameType) -> bool:
 
 
 def _length(frames: TracebackType | None) -> int:
-    count = 0
-    while frames is not None:
-        count, frames = count + 1, frames.tb_next
-    return count
+    return sum(1 for _ in traceback.walk_tb(frames))

@@ -12,7 +12,7 @@ import torch
 
 from fitkit.arguments import chosen_verbose
 from fitkit.callbacks import Callback, CallbackList, History
-from fitkit.callbacks.callback_list import WHO_FINDS_IT, report_error
+from fitkit.callbacks.callback_list import report_error
 from fitkit.callbacks.monitor import why_none
 from fitkit.callbacks.progress import with_built_in
 from fitkit.compilation import Compilation
@@ -347,8 +347,8 @@ class Fit:
         if lost is not None:
             from fitkit.extras.bad_numbers import words_of_lost
 
-            advice = "" if self.has_warned_of_non_finite else f" {WHO_FINDS_IT}"
-            words, is_named = words_of_lost(self, lost, advice, is_early=is_early)
+            is_first = not self.has_warned_of_non_finite
+            words, is_named = words_of_lost(self, lost, is_first=is_first, is_early=is_early)
             self.has_warned_of_non_finite = True
             self.has_named_non_finite = is_named or not is_early
             if words:

@@ -218,13 +218,12 @@ class Logged:
                         merged_metric_value(entry.metric, [state["metric"] for state in held])
                     )
                 continue
+            counted = first if options.rank_zero_only else held
             if options.on_epoch:
-                counted = first if options.rank_zero_only else held
                 value = merged(options.reduce_fx, [state["running"] for state in counted])
                 if value is not None:
                     found[epoch] = value
             if options.on_step:
-                counted = first if options.rank_zero_only else held
                 owns = [state["own"] for state in counted if state.get("own") is not None]
                 value = merged(options.reduce_fx, owns)
                 found[step] = first[-1]["latest"] if value is None else value

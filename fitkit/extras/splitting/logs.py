@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from fitkit.seams.data import Batch
 from fitkit.seams.steps import OwnStep, is_metric, joined_values
 
 
-class Logs:
+class Logs(contextlib.AbstractContextManager[None]):
     """What a step of the user's logs, each row of it once, however often it is computed.
 
     A name's values of a batch's parts are one value, which enters the records at the batch's end.

@@ -121,7 +121,7 @@ class UpdateInParts(Update):
             self._held = []
             for part in self.cuts.parts_of(batch, sizes):
                 is_new = part.end > self._recorded
-                with AS_IS if self._logs is None else self._logs.of(part.batch, is_new=is_new):
+                with self._logged(part.batch, is_new=is_new):
                     outcome = self.step(part.batch, index, is_part=is_part, **optimizer)
                     if joined is not None:
                         joined.take(outcome, part.batch.samples)
@@ -146,6 +146,10 @@ class UpdateInParts(Update):
         self._joined = joined
         return found[0] if len(found) == 1 else joined_losses(found, sizes)
 
+    def _logged(self, part: Batch, *, is_new: bool) -> contextlib.AbstractContextManager[Any]:
+        """Surround a part's step: what a step of the user's logs counts once for each row."""
+        return AS_IS if self._logs is None else self._logs.of(part, is_new=is_new)
+
     def _record(self, part: Part, outcome: Outcome, record: Logbook) -> None:
         self.step.record(part.batch, outcome, record)
         if self._returned is not None and part.batch.samples:
@@ -158,7 +162,7 @@ class UpdateInParts(Update):
         if not held or guard is None or not guard.counts(self.optimizer, batch, outcome):
             return
         for part, of_part in held:
-            with AS_IS if self._logs is None else self._logs.of(part.batch, is_new=True):
+            with self._logged(part.batch, is_new=True):
                 self._record(part, of_part, record)
 
     def _join_returned(self, returned: list[tuple[int, Outcome]], record: Logbook) -> None:
@@ -183,7 +187,7 @@ class UpdateInParts(Update):
         """Refuse, at the first cut of batches of some shapes, steps that parts would change."""
 
         def compute(part: Batch) -> Outcome:
-            with AS_IS if self._logs is None else self._logs.of(part, is_new=False):
+            with self._logged(part, is_new=False):
                 return without_graph(self.step(part, index, is_part=True, **optimizer))
 
         given = self._model, self.cuts, batch, sizes, self._before.buffers
