@@ -32,23 +32,35 @@ class Exchange:
 
 
 def on_ranks(size, function):
-    """What `function(exchange)` gives on each of `size` ranks, which are threads."""
+    """What `function(exchange)` gives on each of `size` ranks, which are threads.
+
+    They run by turns, and change in exchanges alone: unlike processes they share their random
+    numbers, and to a reader of samples those that another thread draws are the sample's.
+    """
     barrier, said = threading.Barrier(size, timeout=10), [None] * size
-    results, errors = [None] * size, []
+    results, errors, turn = [None] * size, [], threading.Lock()
+
+    def wait():
+        turn.release()
+        try:
+            barrier.wait()
+        finally:
+            turn.acquire()
 
     def run(rank):
         def gather(value):
             said[rank] = value
-            barrier.wait()
+            wait()
             found = list(said)
-            barrier.wait()
+            wait()
             return found
 
-        try:
-            results[rank] = function(Exchange(rank, size, gather))
-        except BaseException as error:
-            errors.append(error)
-            barrier.abort()
+        with turn:
+            try:
+                results[rank] = function(Exchange(rank, size, gather))
+            except BaseException as error:
+                errors.append(error)
+                barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:

@@ -104,6 +104,7 @@ def test_the_number_of_open_files_does_not_grow_with_the_batches(kind, verb, opt
     model.compile("sgd", "mse", accelerator="cpu", devices=1, **options)
     found = verb(model, files)
     assert len(files.counts) == BATCHES
-    assert max(files.counts[3:]) - min(files.counts[3:]) < 20
+    # Fewer may be open meanwhile: the garbage collector closes those that other tests left.
+    assert max(files.counts[3:]) - files.counts[3] < 20
     if kind is not fitkit.Model:
         assert torch.equal(torch.as_tensor(found), TARGETS)
