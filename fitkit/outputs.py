@@ -114,11 +114,17 @@ def is_hugging_face(thing: object) -> bool:
     Such an output may have caches and hidden states beside its logits, which aren't outputs to
     train. Other libraries' outputs have entries of these names with other meanings.
     """
-    # Not by the names of its bases: in a compiled step torch can't iterate over them.
+    return of_hugging_face(type(thing))
+
+
+def of_hugging_face(kind: type) -> bool:
+    """Whether a class is one of those. Compiled steps call it while they are traced: torch can
+    trace neither a loop over bases nor `sys.modules` while other code imports.
+    """
     generic = sys.modules.get("transformers.utils.generic")
     modeling = sys.modules.get("transformers.modeling_utils")
-    return (generic is not None and isinstance(thing, generic.ModelOutput)) or (
-        modeling is not None and isinstance(thing, modeling.PreTrainedModel)
+    return (generic is not None and issubclass(kind, generic.ModelOutput)) or (
+        modeling is not None and issubclass(kind, modeling.PreTrainedModel)
     )
 
 

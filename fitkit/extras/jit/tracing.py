@@ -18,6 +18,7 @@ from unittest.mock import patch
 import torch
 
 from fitkit.extras.jit.leftovers import Leftovers
+from fitkit.outputs import of_hugging_face
 
 
 class UncompiledError(Exception):
@@ -51,6 +52,7 @@ def compiled(
             runs as written in this call. None: `UncompiledError` is raised instead.
     """
     left = Leftovers(function.__code__)
+    torch.compiler.assume_constant_result(of_hugging_face)
     with left.noted():
         found = torch.compile(function, backend=_Unowned(backend), **options)
     weakref.finalize(found, left.drop).atexit = False

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn, optim
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fitkit
+from fitkit import outputs
 from fitkit.extras.jit.graph_calls import GraphCalls
 from fitkit.extras.jit.passes import faster
 from fitkit.extras.jit.programs import traces_gradients
@@ -551,6 +553,19 @@ def test_a_matrix_that_is_added_to_a_product_stays_in_it():
     graph = make_fx(torch.addmm, tracing_mode="fake")(*given).graph
     faster()(graph)
     assert graph.find_nodes(op="call_function", target=torch.ops.aten.addmm.default)
+
+
+def test_no_step_is_traced_through_the_modules_that_are_there(monkeypatch, recwarn):
+    """Torch would go through all of them, while other code imports some more."""
+
+    class Modules(dict):
+        def get(self, name):
+            assert not torch.compiler.is_dynamo_compiling()
+            return None
+
+    monkeypatch.setattr(outputs, "sys", SimpleNamespace(modules=Modules()))
+    trained(CASES["several outputs"], epochs=1, jit_compile=TRACED)
+    assert not [str(one.message) for one in recwarn if "jit_compile" in str(one.message)]
 
 
 class Counting(nn.Module):
