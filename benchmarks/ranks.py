@@ -50,9 +50,9 @@ from benchmarks.measuring import Row, Spread
 from fitkit.data.sharding import sharded
 from fitkit.data.sources import make_source
 from fitkit.distributed.collectives import Solo, pack, unpack
-from fitkit.distributed.launchers.meeting import Meeting
-from fitkit.distributed.launchers.watch import Failure, Watch
 from fitkit.distributed.stores import REQUESTS_PER_S, PromptStore
+from fitkit.extras.launchers.meeting import Meeting
+from fitkit.extras.launchers.watch import Failure, Watch
 from fitkit.training.log import _merged, noted_by
 
 THREADS = (2, 4, 8, 16, 32, 64)

@@ -8,14 +8,14 @@ that name. An installed package does the same with an entry point of the group `
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from fitkit.distributed.strategies import DDP as DDPStrategy
 from fitkit.distributed.strategies import STRATEGIES, Engine, Strategy
-from fitkit.distributed.strategies import DDPSpawn as DDPSpawnStrategy
 from fitkit.distributed.strategies import SingleDevice as SingleDeviceStrategy
 from fitkit.registry import imported_on_demand
 
 if TYPE_CHECKING:
     from fitkit.extras.bagua.strategy import Bagua as BaguaStrategy
+    from fitkit.extras.ddp import DDP as DDPStrategy
+    from fitkit.extras.ddp import DDPSpawn as DDPSpawnStrategy
     from fitkit.extras.ddp2 import DDP2 as DDP2Strategy
     from fitkit.extras.deepspeed import DeepSpeed as DeepSpeedStrategy
     from fitkit.extras.dp import DP as DPStrategy
@@ -30,6 +30,8 @@ else:
         {
             "BaguaStrategy": "fitkit.extras.bagua.strategy:Bagua",
             "DDP2Strategy": "fitkit.extras.ddp2:DDP2",
+            "DDPSpawnStrategy": "fitkit.extras.ddp:DDPSpawn",
+            "DDPStrategy": "fitkit.extras.ddp:DDP",
             "DDPShardedStrategy": "fitkit.extras.sharding.ddp_sharded:DDPSharded",
             "DPStrategy": "fitkit.extras.dp:DP",
             "DeepSpeedStrategy": "fitkit.extras.deepspeed:DeepSpeed",

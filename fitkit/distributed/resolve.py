@@ -21,7 +21,6 @@ from fitkit.distributed.devices import (
     parse_devices,
     usable_cores,
 )
-from fitkit.distributed.launchers.script_rank import check_script_size, is_script_rank
 from fitkit.distributed.precision import resolve_precision
 from fitkit.distributed.strategies import STRATEGIES, Strategy
 from fitkit.distributed.strategies.base import Assignment
@@ -72,6 +71,8 @@ def resolve_strategy(
         if len(ids) == 1 or chosen.starts != "script":
             cluster = None
         elif cluster is not None:
+            from fitkit.extras.launchers.script_rank import check_script_size
+
             check_script_size(cluster.world_size, len(ids))
     else:
         replicates = chosen is not None and chosen.replicates
@@ -112,6 +113,8 @@ def _cluster(environment: Environment | None) -> Cluster | None:
     if found is None and environment is None:
         return users_cluster()
     if found is not None and found.launcher == "fitkit" and environment is None:
+        from fitkit.extras.launchers.script_rank import is_script_rank
+
         return found if is_script_rank(variables) else None
     return found
 

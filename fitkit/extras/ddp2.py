@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from fitkit.extras.ddp import DDP
 from fitkit.extras.dp import Replicas
-from fitkit.seams.strategies import DDP, Assignment, Strategy, WrappedModel
+from fitkit.seams.strategies import Assignment, Strategy, WrappedModel
 
 
 class DDP2(DDP):

@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 
 from fitkit.arguments import describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError, require
+from fitkit.extras.ddp import DDP
 from fitkit.extras.deepspeed_engine import ZeroTraining, forget_groups
 from fitkit.extras.sharding.sharded_module import check_trains
-from fitkit.seams.strategies import DDP, Assignment, Engine, Strategy, held_by
+from fitkit.seams.strategies import Assignment, Engine, Strategy, held_by
 
 WHOLE = ("muon", "lamb", "lars")
 """Names of optimizers whose update of a number depends on the parameter's other numbers."""

@@ -30,7 +30,8 @@ import torch
 
 from fitkit.arguments import describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.seams.machines import is_script_rank, parent_of
+from fitkit.extras.launchers.private_folder import parent_of
+from fitkit.extras.launchers.script_rank import is_script_rank
 
 GIB = 2**30
 

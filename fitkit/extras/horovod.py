@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from fitkit.arguments import check_choice
 from fitkit.errors import ConfigurationError, missing_package, require
-from fitkit.seams.strategies import DDP, Assignment, Engine, Strategy, World, held_by
+from fitkit.extras.ddp import DDP
+from fitkit.seams.strategies import Assignment, Engine, Strategy, World, held_by
 
 
 class Horovod(DDP):

@@ -29,13 +29,14 @@ from fitkit import trees
 from fitkit.arguments import describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn_once
 from fitkit.extras import keras_metrics, keras_norms, keras_order
+from fitkit.extras.ddp import DDP
 from fitkit.extras.keras_calls import Called, CompiledCall, called
 from fitkit.extras.keras_pickles import CODE, put_together, taken_apart
 from fitkit.extras.sharding.fsdp import FSDP
 from fitkit.outputs import SINGLE
 from fitkit.seams.losses import Term
 from fitkit.seams.networks import Guest, Module
-from fitkit.seams.strategies import DDP, SingleDevice
+from fitkit.seams.strategies import SingleDevice
 
 STEPS = ("train_step", "test_step", "predict_step", "compute_metrics")
 """The methods of a Keras model that only its own `fit` calls. `compute_loss` can be called."""

@@ -25,6 +25,7 @@ from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.extras.activation_checkpointing import is_recomputed, matching, recompute
 from fitkit.extras.bagua.base import all_gather_bytes, all_reduce_bytes
 from fitkit.extras.bagua.strategy import Bagua
+from fitkit.extras.ddp import DDP
 from fitkit.extras.ddp2 import DDP2
 from fitkit.extras.deepspeed import DeepSpeed, bucket_of
 from fitkit.extras.distillation import teachers_of
@@ -42,7 +43,7 @@ from fitkit.seams.data import as_tensors, is_array, made_dense
 from fitkit.seams.optimizers import check_trainable
 from fitkit.seams.precisions import MixedPrecision
 from fitkit.seams.steps import unpacker_of
-from fitkit.seams.strategies import DDP, Assignment, SingleDevice, Strategy, named_strategy
+from fitkit.seams.strategies import Assignment, SingleDevice, Strategy, named_strategy
 from fitkit.tensors import human_bytes
 
 LINKS = {"10 Gbit/s Ethernet": 1.25e9, "100 Gbit/s network": 12.5e9, "NVLink": 300e9}

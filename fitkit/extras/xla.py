@@ -14,10 +14,10 @@ from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 
 from fitkit.errors import ConfigurationError, WorkerError
+from fitkit.extras.ddp import DDP
 from fitkit.extras.xla_adapters import Adapter, adapter_of
 from fitkit.seams.machines import Machine, choose_kind
 from fitkit.seams.strategies import (
-    DDP,
     Assignment,
     Engine,
     ProcessGroup,

@@ -20,40 +20,23 @@ Example:
 """
 
 from fitkit.distributed import world
-from fitkit.distributed.launchers import LAUNCHERS, Launcher
-from fitkit.distributed.launchers.private_folder import is_private, private_folder, process_name
-from fitkit.distributed.launchers.process import (
-    OtherRanks,
-    end_own_session,
-    end_with_parent,
-)
-from fitkit.distributed.launchers.ranks import JoinsRanks, RankLauncher
-from fitkit.distributed.launchers.script_rank import STARTED_IN, VARIABLES, check_script_size
-from fitkit.distributed.launchers.watch import LAST_RESORT_S, Failure
+from fitkit.distributed.launchers import LAUNCHERS, InlineLauncher, Launcher
 from fitkit.distributed.script_objects import is_of_script, script, take_part
-from fitkit.distributed.stores import Patience
+from fitkit.distributed.stores import Patience, longest_pause
 from fitkit.pickling import reduced_for_workers
+from fitkit.pulse import ABOUT, silence_s
 
 __all__ = [
-    "LAST_RESORT_S",
+    "ABOUT",
     "LAUNCHERS",
-    "STARTED_IN",
-    "VARIABLES",
-    "Failure",
-    "JoinsRanks",
+    "InlineLauncher",
     "Launcher",
-    "OtherRanks",
     "Patience",
-    "RankLauncher",
-    "check_script_size",
-    "end_own_session",
-    "end_with_parent",
     "is_of_script",
-    "is_private",
-    "private_folder",
-    "process_name",
+    "longest_pause",
     "reduced_for_workers",
     "script",
+    "silence_s",
     "take_part",
     "world",
 ]

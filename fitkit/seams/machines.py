@@ -16,8 +16,6 @@ from fitkit.distributed.cluster import (
     detect,
 )
 from fitkit.distributed.devices import Machine, choose_kind, overload, usable_cores
-from fitkit.distributed.launchers.private_folder import parent_of
-from fitkit.distributed.launchers.script_rank import is_script_rank
 from fitkit.pulse import Pulse, Stillness, pulses
 from fitkit.training.forks import STACKS
 
@@ -32,9 +30,7 @@ __all__ = [
     "Stillness",
     "choose_kind",
     "detect",
-    "is_script_rank",
     "overload",
-    "parent_of",
     "pulses",
     "usable_cores",
 ]

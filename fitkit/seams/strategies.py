@@ -47,11 +47,18 @@ from fitkit.distributed.in_place import (
     whole_on_host,
 )
 from fitkit.distributed.resolve import named_strategy, resolve_strategy
-from fitkit.distributed.strategies import DDP, STRATEGIES, SingleDevice
+from fitkit.distributed.strategies import STRATEGIES, SingleDevice
 from fitkit.distributed.strategies.base import Assignment, Strategy
-from fitkit.distributed.strategies.ddp import DDPWrapper
 from fitkit.distributed.strategies.engine import Engine, norm_of
-from fitkit.distributed.world import RankGroup, World, counting_connections, enter
+from fitkit.distributed.world import (
+    RankGroup,
+    World,
+    counting_connections,
+    enter,
+    in_own_group,
+    leave,
+    place_among,
+)
 from fitkit.distributed.wrapped_model import (
     DividedModel,
     ReplicatedModel,
@@ -61,11 +68,9 @@ from fitkit.distributed.wrapped_model import (
 )
 
 __all__ = [
-    "DDP",
     "STRATEGIES",
     "Assignment",
     "Collectives",
-    "DDPWrapper",
     "DividedModel",
     "Engine",
     "ModuleInPlace",
@@ -84,11 +89,14 @@ __all__ = [
     "done_by_rank_zero",
     "enter",
     "held_by",
+    "in_own_group",
     "is_spread",
+    "leave",
     "mean_by",
     "named_strategy",
     "norm_of",
     "pack_gradients",
+    "place_among",
     "resolve_strategy",
     "together",
     "unpack_gradients",

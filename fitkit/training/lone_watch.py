@@ -18,7 +18,7 @@ def watch_calls() -> None:
     """Have the running calls watched, which `pulse.running` notes.
 
     One thread watches all calls, except those in which other ranks take part: these ask each other
-    (`distributed/launchers/asking.py`). It ends by itself at the next look after the last one's
+    (`extras/launchers/asking.py`). It ends by itself at the next look after the last one's
     end.
 
     Raises:

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from fitkit.distributed.launchers.private_folder import process_name
 from fitkit.extras import free_devices
+from fitkit.extras.launchers.private_folder import process_name
 from tests.limits import patience
 
 pytestmark = pytest.mark.timeout(120)

@@ -14,7 +14,7 @@ import torch
 import fitkit
 from fitkit.callbacks import LambdaCallback
 from fitkit.distributed import collectives, world
-from fitkit.distributed.launchers.private_folder import private_folder
+from fitkit.extras.launchers.private_folder import private_folder
 from fitkit.extras.launchers.workers import end_workers
 from tests.limits import patience
 

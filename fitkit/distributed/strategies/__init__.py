@@ -1,7 +1,6 @@
 """Strategies: how a model trains across devices and ranks. One file per strategy."""
 
 from fitkit.distributed.strategies.base import Assignment, SingleDevice, Strategy
-from fitkit.distributed.strategies.ddp import DDP, DDPSpawn
 from fitkit.distributed.strategies.engine import Engine
 from fitkit.registry import Registry, subclass_of
 
@@ -14,9 +13,9 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
 )
 STRATEGIES.add("single_device", SingleDevice, "single")
 STRATEGIES.promise("fitkit.extras.dp:DP", "dp")
-STRATEGIES.add("ddp", DDP)
+STRATEGIES.promise("fitkit.extras.ddp:DDP", "ddp")
 STRATEGIES.promise("fitkit.extras.ddp2:DDP2", "ddp2")
-STRATEGIES.add("ddp_spawn", DDPSpawn)
+STRATEGIES.promise("fitkit.extras.ddp:DDPSpawn", "ddp_spawn")
 STRATEGIES.promise("fitkit.extras.bagua.strategy:Bagua", "bagua")
 STRATEGIES.promise("fitkit.extras.sharding.ddp_sharded:DDPSharded", "ddp_sharded")
 STRATEGIES.promise("fitkit.extras.sharding.fsdp:FSDP", "fsdp")
@@ -25,10 +24,8 @@ STRATEGIES.promise("fitkit.extras.horovod:Horovod", "horovod")
 STRATEGIES.promise("fitkit.extras.xla:XLA", "xla", "tpu")
 
 __all__ = [
-    "DDP",
     "STRATEGIES",
     "Assignment",
-    "DDPSpawn",
     "Engine",
     "SingleDevice",
     "Strategy",

@@ -14,17 +14,9 @@ from fitkit import trees
 from fitkit.errors import ArgumentTypeError
 from fitkit.extras.bagua import ALGORITHMS, Algorithm, Peers
 from fitkit.extras.comm_hooks import hook_of
+from fitkit.extras.ddp import DDP, DDPWrapper
 from fitkit.registry import nearest
-from fitkit.seams.strategies import (
-    DDP,
-    Assignment,
-    Collectives,
-    DDPWrapper,
-    Engine,
-    Strategy,
-    WrappedModel,
-    held_by,
-)
+from fitkit.seams.strategies import Assignment, Collectives, Engine, Strategy, WrappedModel, held_by
 from fitkit.tensors import FlatTensors
 
 

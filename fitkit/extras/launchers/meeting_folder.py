@@ -19,7 +19,7 @@ from typing import IO
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
 from fitkit.errors import ConfigurationError, WorkerError
-from fitkit.seams.launchers import private_folder, process_name
+from fitkit.extras.launchers.private_folder import private_folder, process_name
 
 if sys.platform != "win32":
     import fcntl

@@ -19,7 +19,8 @@ import torch
 
 from fitkit.errors import with_code
 from fitkit.extras.launchers.meeting_folder import MeetingFolder
-from fitkit.seams.launchers import Failure, OtherRanks
+from fitkit.extras.launchers.other_ranks import OtherRanks
+from fitkit.extras.launchers.watch import Failure
 from fitkit.seams.machines import usable_cores
 
 LONGEST_LINE = 65_536

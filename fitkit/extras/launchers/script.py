@@ -22,24 +22,23 @@ from typing import Any, TypeVar
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fitkit.errors import ConfigurationError, WorkerError, warn, warn_once
+from fitkit.extras.ddp import DDP
 from fitkit.extras.launchers.meeting_folder import MeetingFolder
+from fitkit.extras.launchers.other_ranks import OtherRanks
+from fitkit.extras.launchers.private_folder import is_private, process_name
 from fitkit.extras.launchers.process import RankProcess, StartedRanks, threads_shared
-from fitkit.extras.launchers.workers import WorkersLauncher
-from fitkit.printing import say, where_possible
-from fitkit.seams.launchers import (
+from fitkit.extras.launchers.ranks import JoinsRanks, RankLauncher
+from fitkit.extras.launchers.script_rank import (
     STARTED_IN,
     VARIABLES,
-    Failure,
-    JoinsRanks,
-    OtherRanks,
-    RankLauncher,
     check_script_size,
-    is_private,
-    process_name,
-    world,
+    is_script_rank,
 )
-from fitkit.seams.machines import detect, is_script_rank
-from fitkit.seams.strategies import DDP
+from fitkit.extras.launchers.watch import Failure
+from fitkit.extras.launchers.workers import WorkersLauncher
+from fitkit.printing import say, where_possible
+from fitkit.seams.launchers import world
+from fitkit.seams.machines import detect
 
 Result = TypeVar("Result")
 

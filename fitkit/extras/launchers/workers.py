@@ -32,6 +32,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from fitkit.accelerators import empty_cache
 from fitkit.errors import ConfigurationError, WorkerError
 from fitkit.extras.launchers.meeting_folder import MeetingFolder
+from fitkit.extras.launchers.other_ranks import end_own_session, end_with_parent
 from fitkit.extras.launchers.payload import Payload, load
 from fitkit.extras.launchers.process import (
     RankProcess,
@@ -39,18 +40,9 @@ from fitkit.extras.launchers.process import (
     open_standard_files,
     share_of_cores,
 )
-from fitkit.seams.launchers import (
-    LAST_RESORT_S,
-    Failure,
-    JoinsRanks,
-    Patience,
-    RankLauncher,
-    end_own_session,
-    end_with_parent,
-    script,
-    take_part,
-    world,
-)
+from fitkit.extras.launchers.ranks import JoinsRanks, RankLauncher
+from fitkit.extras.launchers.watch import LAST_RESORT_S, Failure
+from fitkit.seams.launchers import Patience, script, take_part, world
 from fitkit.seams.strategies import World
 
 Result = TypeVar("Result")

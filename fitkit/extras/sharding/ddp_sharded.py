@@ -6,8 +6,9 @@ import torch
 from torch.optim import Optimizer
 
 from fitkit.errors import warn
+from fitkit.extras.ddp import DDP
 from fitkit.extras.sharding.sharded_optimizer import OptimizerShards
-from fitkit.seams.strategies import DDP, Collectives, Engine
+from fitkit.seams.strategies import Collectives, Engine
 
 
 class DDPSharded(DDP):

@@ -19,6 +19,7 @@ from fitkit.accelerators import has_streams
 from fitkit.arguments import check_count, check_flag
 from fitkit.errors import ConfigurationError, warn
 from fitkit.extras.activation_checkpointing import check_blocks, matching
+from fitkit.extras.ddp import DDP
 from fitkit.extras.first_forward import refusing_writes
 from fitkit.extras.sharding.sharded_module import ShardedModule, blocks_of, check_trains, check_wrap
 from fitkit.extras.sharding.sharded_optimizer import SpreadOptimizer
@@ -26,7 +27,6 @@ from fitkit.extras.unfilled import Unfilled
 from fitkit.random_states import random_state, set_random_state
 from fitkit.seams.precisions import MixedPrecision
 from fitkit.seams.strategies import (
-    DDP,
     Assignment,
     Collectives,
     DividedModel,

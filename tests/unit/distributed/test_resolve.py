@@ -5,12 +5,13 @@ import torch
 
 from fitkit.distributed.devices import Machine
 from fitkit.distributed.launchers import InlineLauncher
-from fitkit.distributed.launchers.ranks import RankLauncher
 from fitkit.distributed.resolve import resolve_strategy
-from fitkit.distributed.strategies import DDP, DDPSpawn, SingleDevice
+from fitkit.distributed.strategies import SingleDevice
 from fitkit.distributed.world import World
 from fitkit.errors import ConfigurationError
+from fitkit.extras.ddp import DDP, DDPSpawn
 from fitkit.extras.launchers import script
+from fitkit.extras.launchers.ranks import RankLauncher
 from fitkit.extras.launchers.script import ScriptLauncher
 from fitkit.extras.launchers.workers import WorkersLauncher
 

@@ -10,10 +10,10 @@ from torch import nn
 import fitkit
 from fitkit.distributed.devices import Machine
 from fitkit.distributed.launchers import InlineLauncher
-from fitkit.distributed.launchers.ranks import RankLauncher
 from fitkit.distributed.resolve import resolve_strategy
 from fitkit.distributed.world import World
 from fitkit.errors import ConfigurationError
+from fitkit.extras.launchers.ranks import RankLauncher
 from tests.reference import assert_same_weights
 
 ROWS = torch.arange(22 * 8).view(22, 8).sin()

@@ -62,7 +62,7 @@ def users(function, owner=None, line=9):
 BEGIN = (
     users("<module>"),
     ours("model.py", "fit"),
-    ours("distributed/launchers/ranks.py", "_together"),
+    ours("extras/launchers/ranks.py", "_together"),
 )
 LOOP = (*BEGIN, ours("training/fit.py", "run_epoch", 368))
 REDUCE = (
@@ -220,7 +220,7 @@ def test_a_place_is_named_by_the_users_line_and_by_what_is_done_there(which):
 def test_places_are_compared_from_the_call_on_whatever_leads_there():
     worker = (
         Frame("<string>", 1, "<module>"),
-        ours("distributed/launchers/workers.py", "main"),
+        ours("extras/launchers/workers.py", "main"),
         *BEGIN[2:],
     )
     inner = (

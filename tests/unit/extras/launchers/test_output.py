@@ -7,8 +7,8 @@ import textwrap
 
 import pytest
 
-from fitkit.distributed.launchers.process import shows_all
 from fitkit.errors import ConfigurationError
+from fitkit.extras.launchers.other_ranks import shows_all
 from fitkit.extras.launchers.process import LONGEST_LINE, ShownOutput
 from fitkit.strategies import (
     BaguaStrategy,

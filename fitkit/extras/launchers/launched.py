@@ -31,12 +31,12 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from fitkit.distributed.cluster import Cluster, Environment, LaunchVariables
-from fitkit.distributed.launchers.meeting import COMMON, Meeting
-from fitkit.distributed.launchers.private_folder import parent_of, private_folder, process_name
-from fitkit.distributed.launchers.watch import first_line
-from fitkit.distributed.stores import Patience
 from fitkit.errors import ConfigurationError, WorkerError, with_code
+from fitkit.extras.launchers.meeting import COMMON, Meeting
+from fitkit.extras.launchers.private_folder import parent_of, private_folder, process_name
+from fitkit.extras.launchers.watch import first_line
+from fitkit.seams.launchers import Patience
+from fitkit.seams.machines import Cluster, Environment, LaunchVariables
 
 Result = TypeVar("Result")
 

@@ -18,14 +18,23 @@ from torch.optim import Optimizer
 from fitkit import trees
 from fitkit.accelerators import is_accelerator
 from fitkit.arguments import check_choice, check_count, check_flag, check_number
-from fitkit.distributed.collectives import Collectives, Solo
-from fitkit.distributed.launchers import LAUNCHERS, InlineLauncher, Launcher
-from fitkit.distributed.launchers.process import check_output, shows_all
-from fitkit.distributed.launchers.ranks import RankLauncher
-from fitkit.distributed.strategies.base import Assignment, Strategy
-from fitkit.distributed.world import World, enter, in_own_group, leave, place_among
-from fitkit.distributed.wrapped_model import StepRouter, WrappedModel
 from fitkit.errors import ConfigurationError
+from fitkit.extras.launchers.other_ranks import check_output, shows_all
+from fitkit.extras.launchers.ranks import RankLauncher
+from fitkit.seams.launchers import LAUNCHERS, InlineLauncher, Launcher
+from fitkit.seams.strategies import (
+    Assignment,
+    Collectives,
+    Solo,
+    StepRouter,
+    Strategy,
+    World,
+    WrappedModel,
+    enter,
+    in_own_group,
+    leave,
+    place_among,
+)
 
 UNUSED = re.compile(r"Expected to have finished reduction in the prior iteration")
 UNUSED_INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")

@@ -7,13 +7,13 @@ from datetime import timedelta
 import pytest
 from torch.distributed import DistStoreError, FileStore, HashStore, PrefixStore, TCPStore
 
-from fitkit.distributed.launchers import watch
-from fitkit.distributed.launchers.meeting import Meeting
-from fitkit.distributed.launchers.watch import Watch
 from fitkit.distributed.stores import REQUESTS_PER_S, Patience, PromptStore, longest_pause
 from fitkit.errors import WorkerError
+from fitkit.extras.launchers import watch
+from fitkit.extras.launchers.meeting import Meeting
+from fitkit.extras.launchers.watch import Watch
 from tests.limits import patience
-from tests.unit.distributed.launchers.test_meeting import on_ranks
+from tests.unit.extras.launchers.test_meeting import on_ranks
 
 LONG = timedelta(seconds=20)
 

@@ -10,9 +10,9 @@ import re
 import sys
 from collections.abc import Mapping
 
-from fitkit.distributed.launchers.private_folder import process_name
-from fitkit.distributed.launchers.process import end_with_parent
 from fitkit.errors import ConfigurationError
+from fitkit.extras.launchers.other_ranks import end_with_parent
+from fitkit.extras.launchers.private_folder import process_name
 
 VARIABLES = ("FITKIT_LAUNCHED", "FITKIT_PARENT", "RANK")
 """By which a process knows that it is one of a script's ranks."""

@@ -15,22 +15,19 @@ import torch
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from fitkit.accelerators import current
-from fitkit.distributed import world
-from fitkit.distributed.cluster import Cluster
-from fitkit.distributed.collectives import Collectives
-from fitkit.distributed.launchers.launched import announce_exit, meet_launched
-from fitkit.distributed.launchers.meeting import Meeting
-from fitkit.distributed.launchers.process import OtherRanks
-from fitkit.distributed.launchers.watch import (
+from fitkit.errors import ConfigurationError, WorkerError
+from fitkit.extras.launchers.launched import announce_exit, meet_launched
+from fitkit.extras.launchers.meeting import Meeting
+from fitkit.extras.launchers.other_ranks import OtherRanks
+from fitkit.extras.launchers.watch import (
     Failure,
     Watch,
     broken_exchange,
     shows_broken_exchange,
 )
-from fitkit.distributed.stores import Patience
-from fitkit.distributed.world import World
-from fitkit.errors import ConfigurationError, WorkerError
-from fitkit.pulse import silence_s
+from fitkit.seams.launchers import Patience, silence_s, world
+from fitkit.seams.machines import Cluster
+from fitkit.seams.strategies import Collectives, World
 
 Result = TypeVar("Result")
 

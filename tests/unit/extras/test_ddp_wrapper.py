@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fitkit.distributed.strategies.ddp import DDPWrapper
 from fitkit.distributed.wrapped_model import WrappedModel
+from fitkit.extras.ddp import DDPWrapper
 from fitkit.strategies import DDPStrategy
 
 

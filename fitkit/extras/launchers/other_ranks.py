@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from fitkit.arguments import check_choice
-from fitkit.distributed.launchers.watch import Failure
 from fitkit.errors import ConfigurationError
+from fitkit.extras.launchers.watch import Failure
 
 OUTPUT_VARIABLE = "FITKIT_RANK_OUTPUT"
 OUTPUTS = ("rank_zero", "all")

@@ -19,9 +19,9 @@ from datetime import timedelta
 
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
-from fitkit.distributed.launchers.watch import Failure, first_line
-from fitkit.distributed.stores import Patience
 from fitkit.errors import ConfigurationError, WorkerError
+from fitkit.extras.launchers.watch import Failure, first_line
+from fitkit.seams.launchers import Patience
 
 COMMON = "fitkit/meeting"
 """The part of a store that the ranks of all calls know."""

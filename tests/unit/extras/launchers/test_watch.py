@@ -11,16 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import DistBackendError, HashStore
 
-from fitkit.distributed.launchers import asking, watch
-from fitkit.distributed.launchers.watch import (
+from fitkit.errors import WorkerError
+from fitkit.extras import whereabouts
+from fitkit.extras.launchers import asking, watch
+from fitkit.extras.launchers.process import RankProcess
+from fitkit.extras.launchers.watch import (
     Failure,
     Watch,
     broken_exchange,
     shows_broken_exchange,
 )
-from fitkit.errors import WorkerError
-from fitkit.extras import whereabouts
-from fitkit.extras.launchers.process import RankProcess
 from fitkit.extras.whereabouts import Standing
 from fitkit.pulse import heard, running
 from tests.limits import patience

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
-from fitkit.distributed.launchers.asking import ANSWER_S, Asking, Report
-from fitkit.distributed.stores import longest_pause
 from fitkit.errors import WorkerError, with_code
+from fitkit.extras.launchers.asking import ANSWER_S, Asking, Report
 from fitkit.printing import say
+from fitkit.seams.launchers import longest_pause
 
 if TYPE_CHECKING:
     from fitkit.extras.whereabouts import Standing

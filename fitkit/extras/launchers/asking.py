@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fitkit.printing import say
-from fitkit.pulse import ABOUT, Stillness
+from fitkit.seams.launchers import ABOUT
+from fitkit.seams.machines import Stillness
 
 if TYPE_CHECKING:
     from fitkit.extras.whereabouts import Standing

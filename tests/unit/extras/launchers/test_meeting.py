@@ -16,18 +16,18 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from fitkit.distributed.cluster import Cluster
-from fitkit.distributed.launchers import launched, meeting
-from fitkit.distributed.launchers import private_folder as folders
-from fitkit.distributed.launchers.launched import (
+from fitkit.errors import ConfigurationError, WorkerError
+from fitkit.extras.launchers import launched, meeting
+from fitkit.extras.launchers import private_folder as folders
+from fitkit.extras.launchers.launched import (
     AddressFile,
     launch_name,
     meet_launched,
     shared_address,
 )
-from fitkit.distributed.launchers.meeting import Meeting
-from fitkit.distributed.launchers.private_folder import private_folder
-from fitkit.distributed.launchers.watch import Failure
-from fitkit.errors import ConfigurationError, WorkerError
+from fitkit.extras.launchers.meeting import Meeting
+from fitkit.extras.launchers.private_folder import private_folder
+from fitkit.extras.launchers.watch import Failure
 from tests.limits import patience
 
 SECONDS = timedelta(seconds=10)
@@ -296,7 +296,7 @@ def test_a_launch_has_a_name_of_its_own():
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="needs /proc")
 def test_a_shell_around_each_rank_does_not_change_the_name():
-    module = "fitkit.distributed.launchers.launched"
+    module = "fitkit.extras.launchers.launched"
     code = f"from {module} import launch_name; print(launch_name({{}}))"
     command = f'"{sys.executable}" -c "{code}"; true'
 
