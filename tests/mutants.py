@@ -207,28 +207,28 @@ VALUES = [
 DATA = [
     Mutant(
         "each sample is one rank's",
-        "data/sharding.py",
+        "extras/data_on_ranks/sharding.py",
         "            if index % self.size == self.ranks.rank:\n",
         "            if index % self.size == 0:\n",
         (f"{UNIT}/data/test_sharding.py",),
     ),
     Mutant(
         "a last step that isn't full is dealt out evenly",
-        "data/sharding.py",
+        "extras/data_on_ranks/sharding.py",
         "bounds = [index * total // size for index in (rank, rank + 1)]",
         "bounds = [rank * len(step[0]), (rank + 1) * len(step[0])]",
         (f"{UNIT}/data/test_sharding.py",),
     ),
     Mutant(
         "a rank without a batch repeats one that doesn't count",
-        "data/sharding.py",
+        "extras/data_on_ranks/sharding.py",
         "            yield Batch(last, count, total)\n",
         "            yield Batch(last, max(count, 1), total)\n",
         (f"{UNIT}/data/test_sharding.py",),
     ),
     Mutant(
         "evaluation deals the batches of one process out in turn",
-        "data/sharding.py",
+        "extras/data_on_ranks/sharding.py",
         "return read(order.all(self._limit)[self.ranks.rank :: self.size])",
         "return read(order.all(self._limit)[:: self.size])",
         (f"{UNIT}/data/test_sharding.py",),

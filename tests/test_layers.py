@@ -120,7 +120,7 @@ FACES = {
     "training/fit.py": {"bad_numbers", "splitting", "sync_batchnorm"},
     "training/step.py": {"explain"},
     "training/lone_watch.py": {"whereabouts"},
-    "training/surroundings.py": {"explain"},
+    "training/surroundings.py": {"data_on_ranks", "explain"},
     "training/step_for.py": {"splitting"},
     "training/update.py": {"splitting"},
     "compilation.py": {"free_devices"},

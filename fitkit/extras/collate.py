@@ -102,7 +102,7 @@ def padded(samples: Sequence[Any], *, lengths: bool, labels: float | None, **opt
     return [batch[name] for name in names] if len(names) > 1 else batch[0]
 
 
-padded.keeps_rows = True  # type: ignore[attr-defined]  # data/sharding.py asks for it
+padded.keeps_rows = True  # type: ignore[attr-defined]  # extras/data_on_ranks/sharding.py asks for it
 
 
 def _fields(sample: Any) -> dict[Any, Any]:

@@ -21,8 +21,8 @@ from fitkit.accelerators import current_device
 from fitkit.arguments import describe, dtype_name
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.extras.streamed_predictions import Elsewhere
-from fitkit.seams.data import reading_on_ranks
 from fitkit.seams.files import check_folder_of, replacing
+from fitkit.seams.passes import reading_on_ranks
 from fitkit.seams.strategies import Strategy as AnyStrategy
 from fitkit.typing import FilePath
 

@@ -12,16 +12,15 @@ import torch
 
 from fitkit import trees
 from fitkit.errors import ConfigurationError
-from fitkit.seams.data import (
-    Batch,
+from fitkit.seams.data import Batch, NoRows
+from fitkit.seams.networks import Module
+from fitkit.seams.passes import (
     EvaluateArguments,
     HostCopies,
-    NoRows,
     in_input_order,
     predict_source,
     surroundings,
 )
-from fitkit.seams.networks import Module
 from fitkit.seams.steps import Outcome
 from fitkit.seams.strategies import Collectives, Strategy
 

@@ -16,33 +16,36 @@ Example:
 from typing import TYPE_CHECKING
 
 from fitkit.data.arrays import as_tensors, is_array, made_dense, samples_between
-from fitkit.data.batches import Batch, NoRows, Source, marked, unpack_batch
+from fitkit.data.batches import Batch, CountedSource, NoRows, Source, marked, unpack_batch
 from fitkit.data.drawn import DrawnSource, ReadByItself
-from fitkit.data.draws import DataDraws, key_within
+from fitkit.data.draws import DataDraws, key_of_state, key_within
 from fitkit.data.loaders import (
     ReadInOrder,
     begin_order,
+    computed_batches,
+    is_mosaic_stream,
     iterate,
     iterates_by_itself,
+    parts_of,
     reads_by_index,
     reads_samples,
     seeds_apart,
+    tell_epoch,
     with_repeats,
 )
+from fitkit.data.permutation import IndexBatches
 from fitkit.data.seeded import Keys, Seeded
-from fitkit.data.sharding import keeps_rows
 from fitkit.data.sources import (
     LoaderSource,
     check_data_type,
+    collate_without_masks,
     length_of,
     make_source,
+    without_first,
 )
 from fitkit.data.to_device import own_data
 from fitkit.registry import imported_on_demand
 from fitkit.training.batch_changes import ChangesBatches
-from fitkit.training.evaluate import HostCopies, in_input_order, predict_source
-from fitkit.training.settings import EvaluateArguments
-from fitkit.training.surroundings import let_go, reading_on_ranks, surroundings
 
 if TYPE_CHECKING:
     from fitkit.extras.batch_transforms import BatchTransform, WholeBatch
@@ -59,10 +62,10 @@ __all__ = [
     "Batch",
     "BatchTransform",
     "ChangesBatches",
+    "CountedSource",
     "DataDraws",
     "DrawnSource",
-    "EvaluateArguments",
-    "HostCopies",
+    "IndexBatches",
     "Keys",
     "LoaderSource",
     "NoRows",
@@ -74,25 +77,26 @@ __all__ = [
     "as_tensors",
     "begin_order",
     "check_data_type",
-    "in_input_order",
+    "collate_without_masks",
+    "computed_batches",
     "is_array",
+    "is_mosaic_stream",
     "iterate",
     "iterates_by_itself",
-    "keeps_rows",
+    "key_of_state",
     "key_within",
     "length_of",
-    "let_go",
     "made_dense",
     "make_source",
     "marked",
     "own_data",
-    "predict_source",
-    "reading_on_ranks",
+    "parts_of",
     "reads_by_index",
     "reads_samples",
     "samples_between",
     "seeds_apart",
-    "surroundings",
+    "tell_epoch",
     "unpack_batch",
     "with_repeats",
+    "without_first",
 ]

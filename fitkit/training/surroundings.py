@@ -19,7 +19,6 @@ from torch import nn
 from fitkit.accelerators import current, empty_cache
 from fitkit.buffers import Place, restorer
 from fitkit.data.batches import CountedSource, Source
-from fitkit.data.sharding import sharded
 from fitkit.distributed.strategies import Strategy
 from fitkit.distributed.world import in_own_group
 from fitkit.errors import ConfigurationError, OutOfMemoryError, is_out_of_memory
@@ -241,6 +240,8 @@ def rank_source(
     samples_of = samples_of or counter_of(model)
     if ranks.world_size == 1:
         return CountedSource(source, samples_of)
+    from fitkit.extras.data_on_ranks.sharding import sharded
+
     return sharded(
         source,
         ranks,

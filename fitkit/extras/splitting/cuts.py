@@ -10,8 +10,9 @@ from fitkit import trees
 from fitkit.errors import ConfigurationError, OutOfMemoryError, is_out_of_memory, warn
 from fitkit.extras.rows import rows_of
 from fitkit.extras.splitting.refusals import without_rows
-from fitkit.seams.data import Batch, let_go
+from fitkit.seams.data import Batch
 from fitkit.seams.networks import Module
+from fitkit.seams.passes import let_go
 from fitkit.seams.steps import counter_of, unpacker_of
 
 Found = TypeVar("Found")

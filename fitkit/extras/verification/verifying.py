@@ -17,6 +17,7 @@ from torch import nn
 from fitkit import trees
 from fitkit.arguments import check_choice, check_count, check_flag, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.extras.data_on_ranks.sharding import keeps_rows
 from fitkit.extras.verification.augmentation import augmentation_row
 from fitkit.extras.verification.cutting import SEED, Kept, same_bits
 from fitkit.extras.verification.device import device_row
@@ -26,7 +27,7 @@ from fitkit.model import Model
 from fitkit.modes import in_use
 from fitkit.printing import say
 from fitkit.random_states import kept_random_numbers, set_seed
-from fitkit.seams.data import LoaderSource, NoRows, Source, check_data_type, keeps_rows, make_source
+from fitkit.seams.data import LoaderSource, NoRows, Source, check_data_type, make_source
 from fitkit.seams.machines import detect
 
 

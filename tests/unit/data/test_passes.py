@@ -23,10 +23,10 @@ from torch.utils.data import (
 import fitkit
 from fitkit.data import CombinedLoader
 from fitkit.data.batches import NoRows
-from fitkit.data.sharding import sharded
 from fitkit.data.sources import make_source
+from fitkit.extras.data_on_ranks.sharding import sharded
 from tests.nets import linear
-from tests.unit.data.test_sharding import on_forked_ranks, on_ranks
+from tests.unit.extras.data_on_ranks.test_sharding import on_forked_ranks, on_ranks
 
 SAMPLES = 12
 

@@ -13,10 +13,10 @@ import fitkit
 from fitkit.data import PermutationSampler, permutation
 from fitkit.data.batches import Stream
 from fitkit.data.permutation import IndexBatches, Permutation
-from fitkit.data.sharding import sharded
 from fitkit.data.sources import make_source
+from fitkit.extras.data_on_ranks.sharding import sharded
 from fitkit.progress import Progress
-from tests.unit.data.test_sharding import on_ranks
+from tests.unit.extras.data_on_ranks.test_sharding import on_ranks
 
 BILLION = 10**9
 

@@ -6,8 +6,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import fitkit
-from fitkit.data.sharding import has_own_part
 from fitkit.errors import ConfigurationError
+from fitkit.extras.data_on_ranks.sharding import has_own_part
 from tests import nets
 
 X, Y = nets.regression(12, 3)

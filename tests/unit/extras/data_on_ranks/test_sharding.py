@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fitkit.data.batches import Batch, NoRows
-from fitkit.data.sharding import sharded
 from fitkit.data.sources import for_other_ranks, make_source
 from fitkit.errors import ConfigurationError
+from fitkit.extras.data_on_ranks.sharding import sharded
 
 
 class Exchange:

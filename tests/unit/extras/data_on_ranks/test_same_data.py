@@ -5,8 +5,8 @@ import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import fitkit
-from fitkit.data.same_data import check_same_on_all_ranks
 from fitkit.data.sources import make_source
+from fitkit.extras.data_on_ranks.same_data import check_same_on_all_ranks
 
 
 class Ranks:

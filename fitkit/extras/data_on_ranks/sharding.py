@@ -26,29 +26,36 @@ from torch.utils.data import (
     default_collate,
 )
 
-from fitkit.data.arrays import ArraySource
-from fitkit.data.batches import Batch, CountedSource, NoRows, Source, marked
-from fitkit.data.drawn import DrawnSource
-from fitkit.data.draws import DataDraws, key_of_state
-from fitkit.data.loaders import (
+from fitkit.errors import ConfigurationError, warn
+from fitkit.extras.data_on_ranks.order import PART, Order, in_parts
+from fitkit.extras.data_on_ranks.same_data import batch_facts, check_same_on_all_ranks
+from fitkit.random_states import digest_of_random_state, random_state, set_random_state
+from fitkit.samples import counted, samples_of
+from fitkit.seams.callbacks import ArraySource
+from fitkit.seams.data import (
+    Batch,
+    CountedSource,
+    DataDraws,
+    DrawnSource,
+    IndexBatches,
+    LoaderSource,
+    NoRows,
     ReadInOrder,
+    Source,
     begin_order,
+    collate_without_masks,
     computed_batches,
     is_mosaic_stream,
+    key_of_state,
+    marked,
     parts_of,
     reads_by_index,
     seeds_apart,
     tell_epoch,
     with_repeats,
+    without_first,
 )
-from fitkit.data.order import PART, Order, in_parts
-from fitkit.data.permutation import IndexBatches
-from fitkit.data.same_data import batch_facts, check_same_on_all_ranks
-from fitkit.data.sources import LoaderSource, collate_without_masks, without_first
-from fitkit.distributed.collectives import Collectives
-from fitkit.errors import ConfigurationError, warn
-from fitkit.random_states import digest_of_random_state, random_state, set_random_state
-from fitkit.samples import counted, samples_of
+from fitkit.seams.strategies import Collectives
 
 KEEPS_ROWS = "keeps_rows"
 """A collate function with this attribute set to True makes one row of each sample."""

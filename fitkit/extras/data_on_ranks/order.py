@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fitkit.distributed.collectives import Collectives
+from fitkit.seams.strategies import Collectives
 
 PART = 4096
 """The most batches of an order of unknown length that rank 0 draws at a time."""

@@ -12,13 +12,11 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from fitkit import trees
 from fitkit.arguments import dtype_name
-from fitkit.batch_kinds import kind_of
-from fitkit.data.arrays import ArraySource
-from fitkit.data.batches import Source
-from fitkit.data.drawn import DrawnSource
-from fitkit.data.sources import LoaderSource, length_of
-from fitkit.distributed.collectives import Collectives
 from fitkit.errors import ConfigurationError
+from fitkit.seams.batches import kind_of
+from fitkit.seams.callbacks import ArraySource
+from fitkit.seams.data import DrawnSource, LoaderSource, Source, length_of
+from fitkit.seams.strategies import Collectives
 from fitkit.tensors import bytes_of, is_dense
 
 LOOKED_AT = 256
