@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fitkit.distributed.stores import REQUESTS_PER_S, PromptStore
 from torch.distributed import (  # type: ignore[attr-defined]
     HashStore,
     PrefixStore,
@@ -49,7 +50,6 @@ import fitkit
 from benchmarks.measuring import Row, Spread
 from fitkit.data.sources import make_source
 from fitkit.distributed.collectives import Solo, pack, unpack
-from fitkit.distributed.stores import REQUESTS_PER_S, PromptStore
 from fitkit.extras.data_on_ranks.sharding import sharded
 from fitkit.extras.launchers.meeting import Meeting
 from fitkit.extras.launchers.watch import Failure, Watch

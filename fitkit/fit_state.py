@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -18,7 +18,6 @@ from fitkit.arguments import check_choice, check_count, check_flag, describe
 from fitkit.compilation import Compilation
 from fitkit.data.batches import Batch
 from fitkit.distributed.in_place import as_parts
-from fitkit.distributed.precision import Scaling, scaled_steps
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 from fitkit.modes import parameters_of
@@ -35,6 +34,9 @@ from fitkit.progress import Progress
 from fitkit.schedulers import PlannedScheduler, check_step, check_watched, own_interval
 from fitkit.trained import Trained
 from fitkit.typing import PlainData, Values
+
+if TYPE_CHECKING:
+    from fitkit.extras.loss_scaling import Scaling
 
 SHAPES = (
     "configure_optimizers returns an optimizer, a list of optimizers, two lists (optimizers, "
@@ -381,6 +383,8 @@ class FitState:
         if strategy.precision.scaler(strategy.device) is None:
             self.scalings = []
             return []
+        from fitkit.extras.loss_scaling import Scaling
+
         while len(self.scalings) < count:
             scaler = strategy.precision.scaler(strategy.device)
             assert scaler is not None
@@ -397,6 +401,8 @@ class FitState:
             self.updates += 1
 
         if self.scalings:
+            from fitkit.extras.loss_scaling import scaled_steps
+
             with scaled_steps(self.scalings[0], self.optimizers, count):
                 yield
             return

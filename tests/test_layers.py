@@ -98,6 +98,7 @@ FACES = {
     "distributed/resolve.py": {"launchers"},
     "errors.py": {"notebook_tracebacks"},
     "optimizers.py": {"parameter_groups"},
+    "fit_state.py": {"loss_scaling"},
     "losses/class_weights.py": {"class_weights"},
     "losses/guards.py": {"held_tensors"},
     "losses/loss.py": {"class_labels", "summing_losses"},
@@ -122,7 +123,7 @@ FACES = {
     "training/lone_watch.py": {"whereabouts"},
     "training/surroundings.py": {"data_on_ranks", "explain"},
     "training/step_for.py": {"splitting"},
-    "training/update.py": {"splitting"},
+    "training/update.py": {"loss_scaling", "splitting"},
     "compilation.py": {"free_devices"},
 }
 """Where a verb of the core's is an extra's face: it is imported when that verb is called."""

@@ -18,13 +18,13 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from fitkit.errors import ConfigurationError, warn
+from fitkit.extras.launchers.group import counting_connections
 from fitkit.seams.strategies import (
     Engine,
     ModuleInPlace,
     OptimizerInPlace,
     StepRouter,
     WrappedModel,
-    counting_connections,
     held_by,
 )
 

@@ -24,8 +24,8 @@ packages add by entry points.
 | a change of whole training batches | `BatchTransform` | `compile(batch_transforms=…)` | `data` |
 | another way to compute steps | `Updates`, `PassSteps` | `jit_compile` | `steps` |
 
-`machines` has what a machine and its launcher are, `passes` what surrounds a verb's call. A name may
-be imported from `fitkit.seams`, too, which finds its page: `from fitkit.seams import LOSSES`.
+`machines` has what a machine and its launcher are, `passes` what surrounds a verb's call. A name
+may be imported from `fitkit.seams`, too, which finds its page: `from fitkit.seams import LOSSES`.
 """
 
 import importlib

@@ -19,10 +19,16 @@ Example:
     3
 """
 
-from fitkit.distributed import world
 from fitkit.distributed.launchers import LAUNCHERS, InlineLauncher, Launcher
 from fitkit.distributed.script_objects import is_of_script, script, take_part
-from fitkit.distributed.stores import Patience, longest_pause
+from fitkit.distributed.world import (
+    abandon,
+    in_own_group,
+    is_abandoned,
+    note_own_group,
+    place_among,
+    users_store,
+)
 from fitkit.pickling import reduced_for_workers
 from fitkit.pulse import ABOUT, silence_s
 
@@ -31,12 +37,15 @@ __all__ = [
     "LAUNCHERS",
     "InlineLauncher",
     "Launcher",
-    "Patience",
+    "abandon",
+    "in_own_group",
+    "is_abandoned",
     "is_of_script",
-    "longest_pause",
+    "note_own_group",
+    "place_among",
     "reduced_for_workers",
     "script",
     "silence_s",
     "take_part",
-    "world",
+    "users_store",
 ]

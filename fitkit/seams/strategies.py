@@ -32,6 +32,7 @@ from fitkit.distributed.collectives import (
     Collectives,
     ProcessGroup,
     Solo,
+    agree_on_key,
     done_by_rank_zero,
     pack_gradients,
     together,
@@ -50,15 +51,7 @@ from fitkit.distributed.resolve import named_strategy, resolve_strategy
 from fitkit.distributed.strategies import STRATEGIES, SingleDevice
 from fitkit.distributed.strategies.base import Assignment, Strategy
 from fitkit.distributed.strategies.engine import Engine, norm_of
-from fitkit.distributed.world import (
-    RankGroup,
-    World,
-    counting_connections,
-    enter,
-    in_own_group,
-    leave,
-    place_among,
-)
+from fitkit.distributed.world import World
 from fitkit.distributed.wrapped_model import (
     DividedModel,
     ReplicatedModel,
@@ -76,7 +69,6 @@ __all__ = [
     "ModuleInPlace",
     "OptimizerInPlace",
     "ProcessGroup",
-    "RankGroup",
     "ReplicatedModel",
     "SingleDevice",
     "Solo",
@@ -84,19 +76,15 @@ __all__ = [
     "Strategy",
     "World",
     "WrappedModel",
+    "agree_on_key",
     "as_parts",
-    "counting_connections",
     "done_by_rank_zero",
-    "enter",
     "held_by",
-    "in_own_group",
     "is_spread",
-    "leave",
     "mean_by",
     "named_strategy",
     "norm_of",
     "pack_gradients",
-    "place_among",
     "resolve_strategy",
     "together",
     "unpack_gradients",

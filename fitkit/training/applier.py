@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from fitkit.distributed.precision import Scaling
 from fitkit.distributed.strategies import Engine
 from fitkit.module import Module
 from fitkit.optimizers import held_by
 from fitkit.training.second_order import explained_step
+
+if TYPE_CHECKING:
+    from fitkit.extras.loss_scaling import Scaling
 
 
 @dataclasses.dataclass(eq=False)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -19,7 +19,7 @@ from fitkit.checkpoint import check_fused_state
 from fitkit.closures import uses_closure
 from fitkit.data.batches import Batch, NoRows
 from fitkit.data.to_device import own_data
-from fitkit.distributed.precision import CLOSURE, Scaling, match_state
+from fitkit.distributed.precision import match_state
 from fitkit.distributed.strategies import Engine, Strategy
 from fitkit.errors import ConfigurationError
 from fitkit.fit_state import FitState
@@ -57,6 +57,9 @@ from fitkit.training.weighing import (
     Weighing,
     count_in,
 )
+
+if TYPE_CHECKING:
+    from fitkit.extras.loss_scaling import Scaling
 
 AS_IS = contextlib.nullcontext()
 """What surrounds a step that is an update by itself, or completes one."""
@@ -305,6 +308,8 @@ class Update:
                 is_compiled=compiler_of(model) is not None,
             )
         if self._again is not None and scaling is not None:
+            from fitkit.extras.loss_scaling import CLOSURE
+
             raise ConfigurationError(CLOSURE.format(kind=type(optimizer).__name__))
         self._regroup()
 

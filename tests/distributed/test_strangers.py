@@ -13,7 +13,8 @@ import torch
 
 import fitkit
 from fitkit.callbacks import LambdaCallback
-from fitkit.distributed import collectives, world
+from fitkit.distributed import collectives
+from fitkit.extras.launchers import group
 from fitkit.extras.launchers.private_folder import private_folder
 from fitkit.extras.launchers.workers import end_workers
 from tests.limits import patience
@@ -193,7 +194,7 @@ def test_a_connection_that_is_cut_is_told_as_that_and_not_as_a_timeout():
 
     def cut(batch, logs):
         if os.getpid() == caller and batch == 2:
-            world.hang_up()
+            group.hang_up()
 
     text = r"connection between ranks was closed although no rank failed: .*after \d+ s"
     with pytest.raises(fitkit.WorkerError, match=text) as caught:

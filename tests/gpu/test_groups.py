@@ -16,8 +16,8 @@ from torch import nn
 
 import fitkit
 from fitkit.callbacks import Callback
-from fitkit.distributed import world
 from fitkit.distributed.world import World
+from fitkit.extras.launchers import group
 from fitkit.extras.launchers.workers import end_workers
 from tests.nets import classification
 
@@ -35,7 +35,7 @@ def workers_end_with_the_tests():
 
 def entered():
     """The collectives of a group of one rank, which has used NCCL."""
-    collectives, is_made = world.enter(World(), GPU, dist.HashStore(), None, None)
+    collectives, is_made = group.enter(World(), GPU, dist.HashStore(), None, None)
     assert is_made
     total = torch.ones(3, device=GPU)
     dist.all_reduce(total)
@@ -46,9 +46,9 @@ def entered():
 @pytest.fixture
 def left():
     yield
-    world.leave()
+    group.leave()
     assert not dist.is_initialized()
-    assert world.NCCL_FAILURES not in os.environ
+    assert group.NCCL_FAILURES not in os.environ
 
 
 def test_a_group_serves_main_memory_and_the_device_without_a_warning(left):
@@ -73,15 +73,15 @@ def test_a_group_starts_within_seconds_each_time(left, record_property):
         seconds = time.monotonic() - began
         record_property(f"{start} start in seconds", seconds)
         assert seconds < START_S
-        world.leave()
+        group.leave()
 
 
 def test_a_group_that_was_aborted_makes_way_for_the_next(left):
     """NCCL's watchdog would end the process by default: the user's own."""
     for _ in range(2):
         entered()
-        world.abort()
-        world.leave()
+        group.abort()
+        group.leave()
     entered()
 
 

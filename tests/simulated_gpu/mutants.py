@@ -164,7 +164,7 @@ MUTANTS = [
     ),
     Mutant(
         "a watch ends the exchanges of main memory, too",
-        "distributed/world.py",
+        "extras/launchers/group.py",
         "    hang_up()  # Before torch forgets the group: of gloo it ends nothing.\n",
         "",
         (PROMISES, "-k", "watch"),
@@ -185,7 +185,7 @@ MUTANTS = [
     ),
     Mutant(
         "16-mixed: a step with infinite gradients is left out, and known in time",
-        "distributed/precision/scaling.py",
+        "extras/loss_scaling.py",
         "        self._copied.synchronize()",
         "        pass",
         (PROMISES,),

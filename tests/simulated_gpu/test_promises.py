@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fitkit
-from fitkit.distributed import world
 from fitkit.extras import free_devices
+from fitkit.extras.launchers import group
 from tests.limits import patience
 from tests.nets import classification
 
@@ -90,7 +90,7 @@ class Gone(fitkit.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if self.model.global_rank:
             time.sleep(60)
-        threading.Timer(1, world.abort).start()
+        threading.Timer(1, group.abort).start()
         began = time.monotonic()
         try:
             dist.recv(torch.zeros(1), src=1)

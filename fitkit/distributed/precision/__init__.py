@@ -20,12 +20,10 @@ from fitkit.distributed.precision.base import (
     match_state,
     plain_layers,
 )
-from fitkit.distributed.precision.scaling import CLOSURE, Scaling, scaled_steps
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.registry import Registry, normalise, subclass_of
 
 __all__ = [
-    "CLOSURE",
     "PRECISIONS",
     "BFloat16Mixed",
     "BFloat16Precision",
@@ -35,12 +33,10 @@ __all__ = [
     "HalfPrecision",
     "MixedPrecision",
     "Precision",
-    "Scaling",
     "TruePrecision",
     "match_state",
     "plain_layers",
     "resolve_precision",
-    "scaled_steps",
 ]
 
 PRECISIONS: Registry[type[Precision]] = Registry(

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from fitkit.extras.launchers.group import RankGroup
 from fitkit.seams.precisions import Precision
-from fitkit.seams.strategies import Collectives, RankGroup
+from fitkit.seams.strategies import Collectives
 from fitkit.tensors import FlatTensors
 
 

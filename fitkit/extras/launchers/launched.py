@@ -34,8 +34,8 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from fitkit.errors import ConfigurationError, WorkerError, with_code
 from fitkit.extras.launchers.meeting import COMMON, Meeting
 from fitkit.extras.launchers.private_folder import parent_of, private_folder, process_name
+from fitkit.extras.launchers.stores import Patience
 from fitkit.extras.launchers.watch import first_line
-from fitkit.seams.launchers import Patience
 from fitkit.seams.machines import Cluster, Environment, LaunchVariables
 
 Result = TypeVar("Result")

@@ -20,8 +20,8 @@ from datetime import timedelta
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
 from fitkit.errors import ConfigurationError, WorkerError
+from fitkit.extras.launchers.stores import Patience
 from fitkit.extras.launchers.watch import Failure, first_line
-from fitkit.seams.launchers import Patience
 
 COMMON = "fitkit/meeting"
 """The part of a store that the ranks of all calls know."""

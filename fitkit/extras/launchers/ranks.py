@@ -16,16 +16,18 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from fitkit.accelerators import current
 from fitkit.errors import ConfigurationError, WorkerError
+from fitkit.extras.launchers import group
 from fitkit.extras.launchers.launched import announce_exit, meet_launched
 from fitkit.extras.launchers.meeting import Meeting
 from fitkit.extras.launchers.other_ranks import OtherRanks
+from fitkit.extras.launchers.stores import Patience
 from fitkit.extras.launchers.watch import (
     Failure,
     Watch,
     broken_exchange,
     shows_broken_exchange,
 )
-from fitkit.seams.launchers import Patience, silence_s, world
+from fitkit.seams.launchers import abandon, in_own_group, silence_s, users_store
 from fitkit.seams.machines import Cluster
 from fitkit.seams.strategies import Collectives, World
 
@@ -123,7 +125,7 @@ class RankLauncher:
             WorkerError: another rank failed. A rank that fails itself raises its own error.
         """
         with current(self.strategy.device):  # whose the group is
-            if world.in_own_group():
+            if in_own_group():
                 return self._inside(function, arguments)
             return self._together(verb, function, arguments)
 
@@ -140,7 +142,7 @@ class RankLauncher:
                 rank,
                 size,
                 self.others.lost,
-                world.abort,
+                group.abort,
                 self.ends_process,
                 quiet_s,
                 sees_waits=self.strategy.device.type == "cpu",
@@ -216,7 +218,7 @@ class RankLauncher:
         if self.call_store is not None:
             meeting = Meeting(place.rank, place.size, verb, self.timeout)
             return meeting.at(self.call_store, self.others.lost)
-        store = world.users_store()
+        store = users_store()
         if store is None:
             assert self.cluster is not None
             return meet_launched(self.cluster, verb, self.timeout)
@@ -281,12 +283,12 @@ class RankLauncher:
 
     def _leave(self) -> None:
         """Leave the process group within `LEAVE_S`; its threads may hang in an exchange."""
-        world.hang_up()
+        group.hang_up()
         thread = threading.Thread(target=self.strategy.leave, name="fitkit-leave", daemon=True)
         thread.start()
         thread.join(LEAVE_S)
         if thread.is_alive():
-            world.abandon()
+            abandon()
             atexit.register(_end_in_time)
 
 

@@ -37,7 +37,7 @@ from fitkit.extras.launchers.script_rank import (
 from fitkit.extras.launchers.watch import Failure
 from fitkit.extras.launchers.workers import WorkersLauncher
 from fitkit.printing import say, where_possible
-from fitkit.seams.launchers import world
+from fitkit.seams.launchers import in_own_group
 from fitkit.seams.machines import detect
 
 Result = TypeVar("Result")
@@ -66,7 +66,7 @@ class ScriptLauncher(RankLauncher):
 
     def launch(self, verb: str, function: Callable[..., Result], *arguments: Any) -> Result:
         """Call `function(*arguments)` on every rank; see `RankLauncher.launch`."""
-        if world.in_own_group():
+        if in_own_group():
             return super().launch(verb, function, *arguments)
         self.others: ScriptRanks | JoinedRanks = ranks_of_script(self._size, self._shows_output)
         try:

@@ -27,8 +27,8 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from fitkit.errors import WorkerError, with_code
 from fitkit.extras.launchers.asking import ANSWER_S, Asking, Report
+from fitkit.extras.launchers.stores import longest_pause
 from fitkit.printing import say
-from fitkit.seams.launchers import longest_pause
 
 if TYPE_CHECKING:
     from fitkit.extras.whereabouts import Standing

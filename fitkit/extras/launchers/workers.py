@@ -31,6 +31,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fitkit.accelerators import empty_cache
 from fitkit.errors import ConfigurationError, WorkerError
+from fitkit.extras.launchers import group
 from fitkit.extras.launchers.meeting_folder import MeetingFolder
 from fitkit.extras.launchers.other_ranks import end_own_session, end_with_parent
 from fitkit.extras.launchers.payload import Payload, load
@@ -41,8 +42,9 @@ from fitkit.extras.launchers.process import (
     share_of_cores,
 )
 from fitkit.extras.launchers.ranks import JoinsRanks, RankLauncher
+from fitkit.extras.launchers.stores import Patience
 from fitkit.extras.launchers.watch import LAST_RESORT_S, Failure
-from fitkit.seams.launchers import Patience, script, take_part, world
+from fitkit.seams.launchers import in_own_group, place_among, script, take_part
 from fitkit.seams.strategies import World
 
 Result = TypeVar("Result")
@@ -72,7 +74,7 @@ class WorkersLauncher(RankLauncher):
         self.size = size
         self.shows_output = shows_output
         # A callback has copied or compiled the model, so every rank has it, and makes its calls.
-        self._made_inside = world.place_among(size) is not None
+        self._made_inside = place_among(size) is not None
 
     def launch(self, verb: str, function: Callable[..., Result], *arguments: Any) -> Result:
         """Call `function(*arguments)` on every rank.
@@ -85,8 +87,8 @@ class WorkersLauncher(RankLauncher):
                 and the next call starts new ones.
         """
         with _calls:
-            if world.in_own_group():
-                if self._made_inside and world.place_among(self.size) is not None:
+            if in_own_group():
+                if self._made_inside and place_among(self.size) is not None:
                     return self._inside(function, arguments)
                 raise ConfigurationError(
                     "A call on several devices was made within another model's call, in its "
@@ -112,7 +114,7 @@ class WorkersLauncher(RankLauncher):
 
     def _release(self) -> None:
         """Only cut the connections. `launch` leaves the group once it has ended the workers."""
-        world.hang_up()
+        group.hang_up()
 
     def _payload(
         self, verb: str, function: Callable[..., Any], arguments: tuple[Any, ...]

@@ -16,9 +16,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fitkit import trees
 from fitkit.errors import ConfigurationError
+from fitkit.extras.launchers.group import RankGroup
 from fitkit.extras.parallel.tensor import local_part
 from fitkit.modes import modes_restored
-from fitkit.seams.strategies import DividedModel, RankGroup, WrappedModel
+from fitkit.seams.strategies import DividedModel, WrappedModel
 
 CHECKED = 64
 """So many tokens of each rank are computed in both ways for the check, at most."""

@@ -21,6 +21,7 @@ from fitkit.errors import ConfigurationError, warn
 from fitkit.extras.activation_checkpointing import check_blocks, matching
 from fitkit.extras.ddp import DDP
 from fitkit.extras.first_forward import refusing_writes
+from fitkit.extras.launchers.group import RankGroup
 from fitkit.extras.sharding.sharded_module import ShardedModule, blocks_of, check_trains, check_wrap
 from fitkit.extras.sharding.sharded_optimizer import SpreadOptimizer
 from fitkit.extras.unfilled import Unfilled
@@ -31,7 +32,6 @@ from fitkit.seams.strategies import (
     Collectives,
     DividedModel,
     Engine,
-    RankGroup,
     StepRouter,
     Strategy,
     WrappedModel,

@@ -12,12 +12,11 @@ from torch.nn.utils import clip_grad_norm_
 from fitkit.distributed.precision import (
     FullPrecision,
     Precision,
-    Scaling,
     match_state,
     resolve_precision,
-    scaled_steps,
 )
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.extras.loss_scaling import Scaling, scaled_steps
 
 NAMES = ["32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
 DTYPES = {"64": torch.float64, "16": torch.float16, "bf16": torch.bfloat16}
@@ -309,7 +308,7 @@ def test_optimizers_called_by_the_user_step_through_the_scaling():
 
 
 def test_what_fused_steps_on_cuda_left_out_is_counted_one_step_later(monkeypatch):
-    from fitkit.distributed.precision import scaling as module
+    from fitkit.extras import loss_scaling as module
 
     class OnCuda:
         device = torch.device("cuda")

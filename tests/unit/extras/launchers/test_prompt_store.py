@@ -7,10 +7,10 @@ from datetime import timedelta
 import pytest
 from torch.distributed import DistStoreError, FileStore, HashStore, PrefixStore, TCPStore
 
-from fitkit.distributed.stores import REQUESTS_PER_S, Patience, PromptStore, longest_pause
 from fitkit.errors import WorkerError
 from fitkit.extras.launchers import watch
 from fitkit.extras.launchers.meeting import Meeting
+from fitkit.extras.launchers.stores import REQUESTS_PER_S, Patience, PromptStore, longest_pause
 from fitkit.extras.launchers.watch import Watch
 from tests.limits import patience
 from tests.unit.extras.launchers.test_meeting import on_ranks
