@@ -877,6 +877,8 @@ class Model(Module):
         """
         weights = class_weights_of(class_weight)
         return_dict = check_flag("return_dict", return_dict)
+        if not self._fitkit.fit_state.optimizers:
+            _build(self, "fit", lambda: x)
         values = fit_batch(self, (x, y, sample_weight), weights)
         return _as_asked(values, return_dict)
 
