@@ -46,11 +46,15 @@ def shown(places: list[str], name: str) -> str:
     """Return a name as people write it: an argument, or an attribute of each place."""
     if places == ["metric"]:
         return f'`compile(metrics=["{name}"])`'
+    if places == ["callback"]:
+        return f'`fit(callbacks=["{name}"])`'
     if places[0] in ("lr_scheduler", "loss", "optimizer"):
         return f'`compile({places[0]}="{name}")`'
     attributes = [f"{place}.{name}" for place in places if place.startswith("fitkit")]
     if attributes:
         return ", ".join(f"`{one}`".replace("fitkit.Model.", "model.") for one in attributes)
+    if places == ["any verb"]:
+        return f"`{name}=…` in any verb"
     if len(places) == 1:
         return f"`{places[0]}({name}=…)`"
     return f"`{name}=…` in {', '.join(f'`{place}`' for place in places)}"

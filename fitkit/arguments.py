@@ -165,13 +165,13 @@ def only_known_arguments(
 def _unknown_argument(
     call: str, name: str, accepted: list[str], elsewhere: str
 ) -> ArgumentTypeError:
-    theirs = instead(call, name) or elsewhere
-    if theirs:  # a peer's name: what it is here says more than all names that there are
-        return ArgumentTypeError(f"{call}() has no argument {name!r}. {theirs}")
+    missing = f"{call}() has no argument {name!r}."
+    if theirs := instead(call, name):  # it says more than all names that there are
+        return ArgumentTypeError(f"{missing} {theirs}", code="FK093")
+    if elsewhere:
+        return ArgumentTypeError(f"{missing} {elsewhere}", code="FK029")
     if name.partition("__")[0] in accepted:  # scikit-learn's way to name a parameter's own
-        return ArgumentTypeError(
-            f"{call}() has no argument {name!r}. Write set_params({name}=…) after it.", code="FK029"
-        )
+        return ArgumentTypeError(f"{missing} Write set_params({name}=…) after it.", code="FK029")
     close = nearest(name, accepted)
     suggestion = f" Did you mean {' or '.join(close)}?" if close else ""
     return ArgumentTypeError(

@@ -91,10 +91,12 @@ def _edits(form: str, other: str) -> int:
 
 
 def _is_part(name: str, known: str) -> bool:
-    """Whether all words of a name are words of a known one, which has more; or the known one is
-    short for it, as `"eps"` is.
+    """Whether all words of a name are words of a known one, which has more; or one of the two is
+    short for the other, as `"eps"` and `"poly"` are.
     """
     others = _words(known)
+    if len(name) > 3 and normalise(known).startswith(normalise(name)):
+        return True
     if len(others) == 1 == len(_words(name)) and len(known) > 2:
         return name.lower().startswith(others[0]) and len(name) >= 2 * len(known)
     return len(normalise(name)) > 3 and all(
@@ -233,7 +235,9 @@ class Registry(Generic[Entry]):
         else:
             point = self._installed().get(form)
             if point is None and (theirs := instead(self.kind, name)):
-                raise ConfigurationError(f"{self.kind}={name!r} isn't fitkit's. {theirs}")
+                raise ConfigurationError(
+                    f"{self.kind}={name!r} isn't fitkit's. {theirs}", code="FK093"
+                )
             if point is None:
                 raise unknown_name(self.kind, name, self, self.hint, self.page)
             try:
@@ -272,7 +276,7 @@ def imported_on_demand(module: str, homes: Mapping[str, str]) -> Callable[[str],
 
     def get(name: str) -> Any:
         if name not in homes:
-            raise no_attribute(module, name)
+            raise no_attribute(f"module {module!r}", module, name)
         home, _, attribute = homes[name].partition(":")
         found = importlib.import_module(home)
         value = getattr(found, attribute) if attribute else found

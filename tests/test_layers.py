@@ -132,6 +132,7 @@ FACES = {
 WITHIN_A_LAYER = {
     ("arguments", "registry"),
     ("errors", "printing"),
+    ("foreign_names", "errors"),
     ("hooks", "callbacks"),
     ("metrics", "losses"),
     ("outputs", "trees"),
