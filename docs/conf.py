@@ -77,5 +77,11 @@ def offer_pages_outside(app, page, source):
 
 
 def name_headings(app, page, source):
-    """Make an anchor above a heading, as GitHub needs it, another name of the heading."""
-    source[0] = re.sub(r'^<a id="([\w-]+)"></a>\n\n(?=#)', r"(\1)=\n", source[0], flags=re.M)
+    """Make an anchor above a heading, as GitHub needs it, another name of the heading, by which
+    the search finds it, too.
+    """
+
+    def named(found):
+        return f"```{{index}} ! {found[1].upper()}\n```\n\n({found[1]})=\n"
+
+    source[0] = re.sub(r'^<a id="([\w-]+)"></a>\n\n(?=#)', named, source[0], flags=re.M)
