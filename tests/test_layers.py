@@ -120,6 +120,7 @@ FACES = {
     "training/evaluate.py": {"bad_numbers"},
     "training/first_batch.py": {"explain", "own_loss"},
     "training/fit.py": {"bad_numbers", "splitting", "sync_batchnorm"},
+    "training/own_step.py": {"explain"},
     "training/step.py": {"explain"},
     "training/lone_watch.py": {"whereabouts"},
     "training/surroundings.py": {"explain"},

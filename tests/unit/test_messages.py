@@ -138,6 +138,33 @@ def test_an_index_that_an_embedding_lacks_is_named_with_layer_and_size(verb, kin
     trained(table(max(11, index + 1), kind), x=codes + moved)  # what is advised works
 
 
+class OwnStep(fitkit.Model):
+    def __init__(self, net, loss=functional.cross_entropy):
+        super().__init__(net)
+        self.own_loss = loss
+
+    def training_step(self, batch, batch_idx):
+        return self.own_loss(self(batch[0]), batch[1])
+
+
+def test_own_steps_are_told_the_same_of_an_index_and_of_the_weights_of_a_loss():
+    def run(net, x, **loss):
+        model = OwnStep(net, **loss)
+        model.compile("sgd", accelerator="cpu")
+        model.fit(x, Y, batch_size=8, verbose=0)
+
+    facts = ("layer '0'", "Embedding(10, 4", "from 0 to 9", "got 10.")
+    refused("FK012", *facts, run=lambda: run(table(), np.where(CODES == 9, 10, CODES)))
+    heavy = nn.CrossEntropyLoss(weight=weights(3, torch.float64))
+    refused("FK002", "weight", "float64", run=lambda: run(nn.Linear(4, 3), X, loss=heavy))
+
+    def failing(prediction, target):
+        raise RuntimeError("the user's")
+
+    with pytest.raises(RuntimeError, match="the user's"):
+        run(nn.Linear(4, 3), X, loss=failing)
+
+
 # ------------------------------------------------------------------ numbers that aren't finite
 
 
