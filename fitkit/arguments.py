@@ -133,6 +133,7 @@ def only_known_arguments(
     by_place = [
         item.name for item in parameters.values() if item.kind is item.POSITIONAL_OR_KEYWORD
     ]
+    by_name = [item.name for item in parameters.values() if item.kind is item.KEYWORD_ONLY]
     required = sum(item.default is item.empty for item in parameters.values())
     most = len(by_place)
 
@@ -153,9 +154,9 @@ def only_known_arguments(
                 signature.bind(*args, **kwargs)
             except TypeError as error:
                 named = ", ".join(name for name in by_place if name != "self")
+                rest = f"; write all else by name, like {by_name[0]}=…" if by_name else ""
                 raise ArgumentTypeError(
-                    f"{called(args)}() {error}. By position it takes {named}; write all else by "
-                    "name, like batch_size=32."
+                    f"{called(args)}() {error}. By position it takes {named}{rest}."
                 ) from None
         return function(*args, **kwargs)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.foreign_names import instead, no_attribute
+from fitkit.foreign_names import no_attribute, rows
 
 Entry = TypeVar("Entry")
 
@@ -110,6 +110,12 @@ def did_you_mean(name: str, names: Iterable[str], most: int = 3) -> str:
     return f" Did you mean {close}?" if close else ""
 
 
+def _instead(kind: str, form: str) -> str:
+    """Return what to write for a peer's name, whose spelling doesn't matter; empty for others."""
+    named = rows().get(kind, {}).items()
+    return next((words for (_, theirs), words in named if normalise(theirs) == form), "")
+
+
 LISTED = 24
 """The most names that a message lists. With more, it lists the nearest, and where to find all."""
 
@@ -127,7 +133,9 @@ def unknown_name(
         page: the page that lists all names, if there are more than `LISTED`.
     """
     known = sorted(set(names))
-    suggestion = did_you_mean(name, known, most=5)
+    alone = re.sub(rf"_?{kind}$", "", name, flags=re.IGNORECASE)  # "mae_loss"
+    is_known = normalise(alone) in map(normalise, known)
+    suggestion = did_you_mean(alone if is_known else name, known, most=5)
     if page and suggestion and len(known) > LISTED:
         listing = f"The names are listed in {page}."
     else:
@@ -234,7 +242,7 @@ class Registry(Generic[Entry]):
             self._entries[form] = self._promised[form].load()
         else:
             point = self._installed().get(form)
-            if point is None and (theirs := instead(self.kind, name)):
+            if point is None and (theirs := _instead(self.kind, form)):
                 raise ConfigurationError(
                     f"{self.kind}={name!r} isn't fitkit's. {theirs}", code="FK093"
                 )

@@ -64,6 +64,16 @@ def test_each_name_is_not_there_and_its_error_says_what_to_write(place):
         assert str(caught.value).endswith(with_code(sentence, "FK093")), name
 
 
+@pytest.mark.parametrize(("place", "name"), [
+    ("loss", "FocalLoss"), ("loss", "Dice"), ("metric", "F1-macro"), ("optimizer", "Lion"),
+    ("lr_scheduler", "cosine_decay"),
+])  # fmt: skip
+def test_the_spelling_of_a_name_in_quotes_does_not_matter(place, name):
+    with pytest.raises(fitkit.ConfigurationError) as caught:
+        wrongly(place, name)
+    assert caught.value.code == "FK093"
+
+
 def test_no_place_has_a_name_twice():
     assert len(ROWS) == len(set(ROWS))
     assert len(ROWS) > 80
@@ -296,6 +306,14 @@ def test_no_name_is_suggested_that_means_something_else(kind, name):
 ])  # fmt: skip
 def test_a_slip_of_the_pen_or_a_part_of_a_name_is_answered_with_the_name(name, known, expected):
     assert nearest(name, known) == [expected]
+
+
+@pytest.mark.parametrize(("given", "known"), [
+    ({"loss": "mae_loss"}, "'mae'"), ({"optimizer": "AdamOptimizer"}, "'Adam'"),
+])  # fmt: skip
+def test_a_name_with_the_word_of_its_kind_is_answered_with_the_name(given, known):
+    with pytest.raises(fitkit.ConfigurationError, match=f"Did you mean {known}"):
+        compiled().compile(**given)
 
 
 @pytest.mark.parametrize(("name", "other"), [
