@@ -67,9 +67,18 @@ def table(rows: list[tuple[str, str]]) -> str:
         by_answer.setdefault(sentence, []).append(label)
     lines = ["| You write | Here |", "|---|---|"]
     for text, labels in by_answer.items():
-        between = "; " if any("=…` in " in label for label in labels) else ", "
-        lines.append(f"| {between.join(labels)} | {marked(text)} |")
+        lines.append(f"| {together(labels)} | {marked(text)} |")
     return "\n".join(lines)
+
+
+def together(labels: list[str]) -> str:
+    """Return the names of a row; those of the same verbs share them."""
+    by_place: dict[str, list[str]] = {}
+    for label in labels:
+        name, _, place = label.partition(" in ")
+        by_place.setdefault(place, []).append(name)
+    parts = [", ".join(names) + f" in {place}" * bool(place) for place, names in by_place.items()]
+    return "; ".join(parts)
 
 
 def tables() -> str:
