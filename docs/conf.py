@@ -64,6 +64,7 @@ def setup(app):
     app.connect("viewcode-find-source", reference.source_of_strategies)
     reference.name_strategies()
     app.connect("source-read", offer_pages_outside)
+    app.connect("source-read", name_headings)
     app.connect("autodoc-process-signature", reference.shorten)
     ModuleAnalyzer.analyze = reference.one_signature(ModuleAnalyzer.analyze)
     app.add_role("fitkit-code", reference.Code())
@@ -73,3 +74,14 @@ def offer_pages_outside(app, page, source):
     """Links to pages outside docs, which the site doesn't have, give the file."""
     outside = r"\]\(((?:\.\./)+(?:benchmarks/(?:agents/)?)?[A-Z_]+\.md)\)"
     source[0] = re.sub(outside, r"](path:\1)", source[0])
+
+
+def name_headings(app, page, source):
+    """Make an anchor above a heading, as GitHub needs it, another name of the heading, by which
+    the search finds it, too.
+    """
+
+    def named(found):
+        return f"```{{index}} ! {found[1].upper()}\n```\n\n({found[1]})=\n"
+
+    source[0] = re.sub(r'^<a id="([\w-]+)"></a>\n\n(?=#)', named, source[0], flags=re.M)

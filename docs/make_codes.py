@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,31 +17,47 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 TEXTS = ROOT / "fitkit" / "codes.json"
 
 
+SECTION = re.compile(
+    r"^### (?P<code>FK\d+): (?P<title>.*)\n(?P<text>(?:(?!##|<a id).*\n?)*)", re.MULTILINE
+)
+BLOCK = re.compile(r"^```.*\n((?:.*\n)*?)^```$|((?:^(?!```).+\n?)+)", re.MULTILINE)
+
+
 def plain(text: str) -> str:
     """Return Markdown as a terminal shows it: a link is its words, and the page in brackets.
 
-    A link that stands in brackets already loses them.
+    A link that stands in brackets already loses them, and one within the page is its words alone.
     """
 
     def link(found: re.Match[str]) -> str:
-        return f"{found[1]} (docs/{found[2]})"
+        words, target = found.groups()
+        return words if target.startswith("#") else f"{words} (docs/{target})"
 
-    text = re.sub(r" \(\[([^\]]+)\]\(([^)]+)\)\)", r" (docs/\2)", text)
-    return re.sub(r"\[([^\]]+)\]\(([^)]+)\)", link, text).replace("`", "").strip()
+    text = re.sub(r" \(\[([^\]]+)\]\(([^#)][^)]*)\)\)", r" (docs/\2)", " ".join(text.split()))
+    text = re.sub(r"\[([^\]]+)\]\(([^)]+)\)", link, text)
+    return re.sub(r"`|\*\*", "", text)
 
 
-def texts() -> dict[str, dict[str, str]]:
-    """Return each code's message, as the page quotes it, and the page's cause and fix."""
-    found = {}
-    for line in PAGE.read_text("utf-8").splitlines():
-        message, anchor, rest = line.partition('<a id="fk')
-        if not anchor or not line.startswith("| "):
-            continue
-        code, _, text = rest.partition(" | ")
-        quoted = "; ".join(re.findall(r"`([^`]+)`", message))
-        found[code.rpartition(">")[2].strip()] = {
-            "message": quoted,
-            "text": plain(text.strip().removesuffix("|")),
+def sections() -> dict[str, tuple[str, str]]:
+    """Return each code's title and text, as the page has them."""
+    found = SECTION.finditer(PAGE.read_text("utf-8"))
+    return {one["code"]: (one["title"], one["text"]) for one in found}
+
+
+def texts() -> dict[str, dict[str, str | list[str]]]:
+    """Return each code's message, as the page quotes it, and the paragraphs below it.
+
+    An example is a paragraph, too: its lines, each after four blanks.
+    """
+    found: dict[str, dict[str, str | list[str]]] = {}
+    for code, (_, section) in sections().items():
+        (_, quoted), *blocks = BLOCK.findall(section)
+        found[code] = {
+            "message": "; ".join(re.findall(r"`([^`]+)`", quoted)),
+            "text": [
+                textwrap.indent(example.rstrip(), " " * 4) if example else plain(paragraph)
+                for example, paragraph in blocks
+            ],
         }
     return dict(sorted(found.items()))
 

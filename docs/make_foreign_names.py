@@ -46,11 +46,15 @@ def shown(places: list[str], name: str) -> str:
     """Return a name as people write it: an argument, or an attribute of each place."""
     if places == ["metric"]:
         return f'`compile(metrics=["{name}"])`'
+    if places == ["callback"]:
+        return f'`fit(callbacks=["{name}"])`'
     if places[0] in ("lr_scheduler", "loss", "optimizer"):
         return f'`compile({places[0]}="{name}")`'
     attributes = [f"{place}.{name}" for place in places if place.startswith("fitkit")]
     if attributes:
         return ", ".join(f"`{one}`".replace("fitkit.Model.", "model.") for one in attributes)
+    if places == ["any verb"]:
+        return f"`{name}=…` in any verb"
     if len(places) == 1:
         return f"`{places[0]}({name}=…)`"
     return f"`{name}=…` in {', '.join(f'`{place}`' for place in places)}"
@@ -63,9 +67,18 @@ def table(rows: list[tuple[str, str]]) -> str:
         by_answer.setdefault(sentence, []).append(label)
     lines = ["| You write | Here |", "|---|---|"]
     for text, labels in by_answer.items():
-        between = "; " if any("=…` in " in label for label in labels) else ", "
-        lines.append(f"| {between.join(labels)} | {marked(text)} |")
+        lines.append(f"| {together(labels)} | {marked(text)} |")
     return "\n".join(lines)
+
+
+def together(labels: list[str]) -> str:
+    """Return the names of a row; those of the same verbs share them."""
+    by_place: dict[str, list[str]] = {}
+    for label in labels:
+        name, _, place = label.partition(" in ")
+        by_place.setdefault(place, []).append(name)
+    parts = [", ".join(names) + f" in {place}" * bool(place) for place, names in by_place.items()]
+    return "; ".join(parts)
 
 
 def tables() -> str:

@@ -31,6 +31,8 @@ ADVICE = (
     "(llms-full.txt) has all pages. [guide.md](guide.md) is a short guide for coding agents, which "
     "`python -m fitkit guide` prints without a network."
 )
+PREVIEW = "pictures/curves.png"
+"""What previews show, where the site has an address: make docs ARGS="-D html_baseurl=https://…/"."""
 ABOUT = {
     "tasks/keep-runs": "Write settings, values, curves and weights of each run into a folder.",
     "tasks/is-it-better": "Find out over seeds which of several models is better; search settings.",
@@ -222,6 +224,10 @@ def point_to(app: Sphinx, page: str, template: str, context: dict[str, Any], tre
     about = SUMMARY if page == app.config.root_doc else ABOUT.get(page) or first_sentence(source)
     title = app.env.titles[page].astext()
     said = {"og:title": title, "og:site_name": app.config.project, "og:type": "website"}
+    if base := app.config.html_baseurl:  # a preview takes whole addresses alone
+        said["og:url"] = posixpath.join(base, f"{page}.html")
+        if picture := app.env.images.get(PREVIEW):
+            said["og:image"] = posixpath.join(base, f"_images/{picture[1]}")
     tags = [f'<meta property="{name}" content="{escape(text)}" />' for name, text in said.items()]
     if about:
         shown = escape(about.replace("`", ""))

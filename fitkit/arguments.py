@@ -133,6 +133,7 @@ def only_known_arguments(
     by_place = [
         item.name for item in parameters.values() if item.kind is item.POSITIONAL_OR_KEYWORD
     ]
+    by_name = [item.name for item in parameters.values() if item.kind is item.KEYWORD_ONLY]
     required = sum(item.default is item.empty for item in parameters.values())
     most = len(by_place)
 
@@ -153,9 +154,9 @@ def only_known_arguments(
                 signature.bind(*args, **kwargs)
             except TypeError as error:
                 named = ", ".join(name for name in by_place if name != "self")
+                rest = f"; write all else by name, like {by_name[0]}=…" if by_name else ""
                 raise ArgumentTypeError(
-                    f"{called(args)}() {error}. By position it takes {named}; write all else by "
-                    "name, like batch_size=32."
+                    f"{called(args)}() {error}. By position it takes {named}{rest}."
                 ) from None
         return function(*args, **kwargs)
 
@@ -165,13 +166,13 @@ def only_known_arguments(
 def _unknown_argument(
     call: str, name: str, accepted: list[str], elsewhere: str
 ) -> ArgumentTypeError:
-    theirs = instead(call, name) or elsewhere
-    if theirs:  # a peer's name: what it is here says more than all names that there are
-        return ArgumentTypeError(f"{call}() has no argument {name!r}. {theirs}")
+    missing = f"{call}() has no argument {name!r}."
+    if theirs := instead(call, name):  # it says more than all names that there are
+        return ArgumentTypeError(f"{missing} {theirs}", code="FK093")
+    if elsewhere:
+        return ArgumentTypeError(f"{missing} {elsewhere}", code="FK029")
     if name.partition("__")[0] in accepted:  # scikit-learn's way to name a parameter's own
-        return ArgumentTypeError(
-            f"{call}() has no argument {name!r}. Write set_params({name}=…) after it.", code="FK029"
-        )
+        return ArgumentTypeError(f"{missing} Write set_params({name}=…) after it.", code="FK029")
     close = nearest(name, accepted)
     suggestion = f" Did you mean {' or '.join(close)}?" if close else ""
     return ArgumentTypeError(

@@ -111,6 +111,7 @@ CODES = {
     "FK090": "a data module of Lightning that a verb can't read",
     "FK091": "weights of a loss that don't fit its predictions",
     "FK092": "labels that are missing",
+    "FK093": "a name of another library",
 }
 """What each code stands for. A code is never used again for something else."""
 

@@ -13,6 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fitkit.errors import with_code
+
 
 @functools.cache
 def _data() -> dict[str, Any]:
@@ -26,8 +28,9 @@ def rows() -> dict[str, dict[tuple[str, str], str]]:
     here.
     """
     found: dict[str, dict[tuple[str, str], str]] = {}
+    verbs = ", ".join(_data()["verbs"])
     for places, by_peer in _data()["names"].items():
-        for place in places.split(", "):
+        for place in places.replace("any verb", verbs).split(", "):
             for peer, names in by_peer.items():
                 found.setdefault(place, {}).update({(peer, name): names[name] for name in names})
     return found
@@ -45,10 +48,16 @@ def instead(place: str, name: str) -> str:
     return names.get(name, "") or names.get(name.partition("__")[0], "")
 
 
-def no_attribute(module: str, name: str) -> AttributeError:
-    """Return the error for a name that a module doesn't have."""
-    missing, sentence = f"module {module!r} has no attribute {name!r}", instead(module, name)
-    return AttributeError(f"{missing}. {sentence}" if sentence else missing)
+def no_attribute(owner: str, place: str, name: str) -> AttributeError:
+    """Return the error for a name that an object, a class or a module doesn't have.
+
+    Args:
+        owner: how the message calls it: `"module 'fitkit'"`.
+        place: as in `instead`.
+        name: the attribute.
+    """
+    missing, sentence = f"{owner} has no attribute {name!r}", instead(place, name)
+    return AttributeError(with_code(f"{missing}. {sentence}", "FK093") if sentence else missing)
 
 
 def model_hook(name: str) -> str | None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from fitkit import model_names, trees
 from fitkit.accelerators import is_accelerator
-from fitkit.arguments import check_flag, check_number, describe, only_known_arguments
+from fitkit.arguments import Function, check_flag, check_number, describe, only_known_arguments
 from fitkit.callbacks.callback_list import Callbacks
 from fitkit.callbacks.history import History, Results
 from fitkit.compilation import (
@@ -88,6 +88,19 @@ if TYPE_CHECKING:
 
 Arguments = TypeVar("Arguments", FitArguments, EvaluateArguments)
 Made = TypeVar("Made", bound="Model")
+
+
+def verb_arguments(function: Function) -> Function:
+    """Let a verb refuse what it doesn't take, and say where another verb does."""
+
+    def elsewhere(name: str) -> str:
+        if name in inspect.signature(Model.compile).parameters:
+            return f"Write compile({name}=…) before."
+        if name in inspect.signature(Model.fit).parameters:
+            return f"Write fit({name}=…)."
+        return ""
+
+    return only_known_arguments(function, elsewhere)
 
 
 class Model(Module):
@@ -218,7 +231,7 @@ class Model(Module):
 
     # ------------------------------------------------------------------ compile
 
-    @only_known_arguments
+    @verb_arguments
     def compile(
         self,
         optimizer: OptimizerArgument | Unset = UNSET,
@@ -450,7 +463,7 @@ class Model(Module):
 
     # ------------------------------------------------------------------ the verbs
 
-    @only_known_arguments
+    @verb_arguments
     def fit(
         self,
         x: Data,
@@ -603,7 +616,7 @@ class Model(Module):
         interval: float | None = None,
     ) -> Any: ...
 
-    @only_known_arguments
+    @verb_arguments
     def evaluate(
         self,
         x: Data,
@@ -710,7 +723,7 @@ class Model(Module):
         out: FilePath | Callable[[Any, Any], object] | None = None,
     ) -> Any: ...
 
-    @only_known_arguments
+    @verb_arguments
     def predict(
         self,
         x: Data,
@@ -759,7 +772,7 @@ class Model(Module):
             outputs = self._launcher().launch("predict", run_predict, self, arguments)
         return trees.to_numpy(outputs) if as_numpy else outputs
 
-    @only_known_arguments
+    @verb_arguments
     def predict_batches(
         self,
         x: Data,
@@ -848,7 +861,7 @@ class Model(Module):
         return_dict: bool,
     ) -> Any: ...
 
-    @only_known_arguments
+    @verb_arguments
     def train_on_batch(
         self,
         x: Arrays,
@@ -877,6 +890,8 @@ class Model(Module):
         """
         weights = class_weights_of(class_weight)
         return_dict = check_flag("return_dict", return_dict)
+        if not self._fitkit.fit_state.optimizers:
+            _build(self, "fit", lambda: x)
         values = fit_batch(self, (x, y, sample_weight), weights)
         return _as_asked(values, return_dict)
 
@@ -909,7 +924,7 @@ class Model(Module):
         return_dict: bool,
     ) -> Any: ...
 
-    @only_known_arguments
+    @verb_arguments
     def test_on_batch(
         self,
         x: Arrays,
@@ -930,7 +945,7 @@ class Model(Module):
         values = evaluate_batch(self, (x, y, sample_weight))
         return _as_asked(values, return_dict)
 
-    @only_known_arguments
+    @verb_arguments
     def predict_on_batch(self, x: Arrays) -> NumpyOutput:
         """Compute the net's outputs for one batch, as NumPy arrays.
 

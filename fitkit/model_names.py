@@ -15,7 +15,7 @@ from torch import nn
 from fitkit import trees
 from fitkit.callbacks.history import History
 from fitkit.errors import ConfigurationError
-from fitkit.foreign_names import instead
+from fitkit.foreign_names import no_attribute
 from fitkit.guests import Guest
 from fitkit.module import Module
 
@@ -46,8 +46,8 @@ class NotHere:
         self.name = name
 
     def __get__(self, model: Any, kind: type | None = None) -> NoReturn:
-        missing = f"{kind.__name__!r} has no attribute {self.name!r}" if kind else self.name
-        raise AttributeError(f"{missing}. {instead('fitkit.Model', self.name)}")
+        owner = repr(kind.__name__) if kind else "The model"
+        raise no_attribute(owner, "fitkit.Model", self.name)
 
 
 def get_weights(model: Module) -> list[np.ndarray[Any, Any]]:

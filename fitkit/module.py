@@ -21,7 +21,7 @@ from fitkit.arguments import check_choice, check_count, check_flag, check_number
 from fitkit.checkpoint.formats import OpenWeights
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.fit_state import Run
-from fitkit.foreign_names import instead
+from fitkit.foreign_names import no_attribute
 from fitkit.guests import Guest
 from fitkit.hyperparameters import Hyperparameters, arguments_of
 from fitkit.losses import checked_count
@@ -152,9 +152,7 @@ class Module(nn.Module):
             if place in own and name in own[place]:
                 found = own[place][name]
                 return found.given if name == "net" and isinstance(found, Guest) else found
-        sentence = instead("fitkit.Model", name)
-        missing = f"{type(self).__name__!r} object has no attribute {name!r}"
-        raise AttributeError(f"{missing}. {sentence}" if sentence else missing)
+        raise no_attribute(f"{type(self).__name__!r} object", "fitkit.Model", name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the net. A subclass may define its own."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from fitkit.errors import ArgumentTypeError, ConfigurationError
-from fitkit.foreign_names import instead, no_attribute
+from fitkit.foreign_names import no_attribute, rows
 
 Entry = TypeVar("Entry")
 
@@ -91,10 +91,12 @@ def _edits(form: str, other: str) -> int:
 
 
 def _is_part(name: str, known: str) -> bool:
-    """Whether all words of a name are words of a known one, which has more; or the known one is
-    short for it, as `"eps"` is.
+    """Whether all words of a name are words of a known one, which has more; or one of the two is
+    short for the other, as `"eps"` and `"poly"` are.
     """
     others = _words(known)
+    if len(name) > 3 and normalise(known).startswith(normalise(name)):
+        return True
     if len(others) == 1 == len(_words(name)) and len(known) > 2:
         return name.lower().startswith(others[0]) and len(name) >= 2 * len(known)
     return len(normalise(name)) > 3 and all(
@@ -106,6 +108,12 @@ def did_you_mean(name: str, names: Iterable[str], most: int = 3) -> str:
     """Return the sentence ` Did you mean …?` for an unknown name; empty if no name is near."""
     close = " or ".join(map(repr, nearest(name, names, most)))
     return f" Did you mean {close}?" if close else ""
+
+
+def _instead(kind: str, form: str) -> str:
+    """Return what to write for a peer's name, whose spelling doesn't matter; empty for others."""
+    named = rows().get(kind, {}).items()
+    return next((words for (_, theirs), words in named if normalise(theirs) == form), "")
 
 
 LISTED = 24
@@ -125,7 +133,9 @@ def unknown_name(
         page: the page that lists all names, if there are more than `LISTED`.
     """
     known = sorted(set(names))
-    suggestion = did_you_mean(name, known, most=5)
+    alone = re.sub(rf"_?{kind}$", "", name, flags=re.IGNORECASE)  # "mae_loss"
+    is_known = normalise(alone) in map(normalise, known)
+    suggestion = did_you_mean(alone if is_known else name, known, most=5)
     if page and suggestion and len(known) > LISTED:
         listing = f"The names are listed in {page}."
     else:
@@ -232,8 +242,10 @@ class Registry(Generic[Entry]):
             self._entries[form] = self._promised[form].load()
         else:
             point = self._installed().get(form)
-            if point is None and (theirs := instead(self.kind, name)):
-                raise ConfigurationError(f"{self.kind}={name!r} isn't fitkit's. {theirs}")
+            if point is None and (theirs := _instead(self.kind, form)):
+                raise ConfigurationError(
+                    f"{self.kind}={name!r} isn't fitkit's. {theirs}", code="FK093"
+                )
             if point is None:
                 raise unknown_name(self.kind, name, self, self.hint, self.page)
             try:
@@ -272,7 +284,7 @@ def imported_on_demand(module: str, homes: Mapping[str, str]) -> Callable[[str],
 
     def get(name: str) -> Any:
         if name not in homes:
-            raise no_attribute(module, name)
+            raise no_attribute(f"module {module!r}", module, name)
         home, _, attribute = homes[name].partition(":")
         found = importlib.import_module(home)
         value = getattr(found, attribute) if attribute else found

@@ -119,6 +119,7 @@ FACES = {
     "training/evaluate.py": {"bad_numbers"},
     "training/first_batch.py": {"explain", "own_loss"},
     "training/fit.py": {"bad_numbers", "splitting", "sync_batchnorm"},
+    "training/own_step.py": {"explain"},
     "training/step.py": {"explain"},
     "training/lone_watch.py": {"whereabouts"},
     "training/surroundings.py": {"data_on_ranks", "explain"},
@@ -131,6 +132,7 @@ FACES = {
 WITHIN_A_LAYER = {
     ("arguments", "registry"),
     ("errors", "printing"),
+    ("foreign_names", "errors"),
     ("hooks", "callbacks"),
     ("metrics", "losses"),
     ("outputs", "trees"),

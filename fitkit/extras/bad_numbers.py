@@ -239,8 +239,9 @@ def words_of_lost(run: Any, lost: str, *, is_first: bool, is_early: bool) -> tup
     if run.collectives.rank or not (is_first or is_named):  # rank 0 speaks
         return "", is_named
     where = found.where if found is not None and is_named else first_bad_of(run)
+    where = _first_bad_held_out(run) if where is None else f"In the data, {where}."
     first = "" if found is None else f", first in {found}"
-    data = "" if where is None else f" In the data, {where}."
+    data = f" {where}" if where else ""
     advice = f" {WHO_FINDS_IT}" if is_first else ""
     return f"{lost}{first}.{advice}{data}", is_named
 
@@ -351,15 +352,27 @@ def _named_leaves(data: Any) -> Iterator[tuple[str, Any]]:
             yield f"{name}{path}", leaf
 
 
+def _first_bad_held_out(run: Any) -> str:
+    """Say where validation data have a number that isn't finite; "" where that isn't known."""
+    for name, source in run.arguments.held_out.items():
+        if (where := first_bad_in(source)) is not None:
+            return f"In the validation data{f' {name!r}' if name else ''}, {where}."
+    return ""
+
+
 def first_bad_of(run: Any, indices: list[int] | None = None) -> str | None:
-    """Return where the data of a training have a number that isn't finite; None where not known.
+    """As `first_bad_in`, of the data of a running fit."""
+    return first_bad_in(run.data.source.whole, indices)
+
+
+def first_bad_in(whole: Source, indices: list[int] | None = None) -> str | None:
+    """Return where data have a number that isn't finite; None where not known.
 
     Args:
-        run: the running fit.
+        whole: the data of all ranks.
         indices: of the samples that are looked at, which a data set reads once more. None for all,
             where they are in memory, or as many as a data set gives in `SEARCHED_S`.
     """
-    whole = run.data.source.whole
     if indices is None and (held := _in_memory(whole)) is not None:
         return first_bad(*held)
     if isinstance(whole, ArraySource):
@@ -405,8 +418,6 @@ def advice_after_evaluation(model: torch.nn.Module, source: Source) -> str:
                 f"The net's {name.removeprefix('net.')} isn't finite: load weights from before the "
                 "training that spoiled them."
             )
-    held = _in_memory(source)
-    where = None if held is None else first_bad(*held)
-    if where is not None:
+    if (where := first_bad_in(source)) is not None:
         return f"In the data, {where}: leave such samples out, or fill what is missing."
     return "model.predict(x) shows the samples for which the net's outputs aren't finite."

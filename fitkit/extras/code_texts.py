@@ -32,7 +32,9 @@ def code_text(code: str) -> str:
         <BLANKLINE>
         The message says: Give the same number of samples in each.
         <BLANKLINE>
-        x, y and sample_weight have different first dimensions.
+        x, y and sample_weight have different first dimensions. The message has both lengths.
+        <BLANKLINE>
+        What to do: Find where one of them lost or gained samples...
     """
     known = code.strip().upper()
     if known not in CODES:
@@ -41,10 +43,12 @@ def code_text(code: str) -> str:
         )
     file = Path(__file__).parents[1] / "codes.json"
     text = json.loads(file.read_text("utf-8"))[known]
-    parts = [f"{known}: {CODES[known]}", f"The message says: {text['message']}", text["text"]]
-    return "\n\n".join(
-        textwrap.fill(part, WIDTH, break_long_words=False, break_on_hyphens=False) for part in parts
-    )
+    parts = [f"{known}: {CODES[known]}", f"The message says: {text['message']}", *text["text"]]
+    return "\n\n".join(part if part.startswith(" ") else _in_lines(part) for part in parts)
+
+
+def _in_lines(text: str) -> str:
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def all_codes() -> str:

@@ -71,6 +71,16 @@ def raise_explained(
         raise explanation from error
 
 
+def raise_explained_of_own_step(error: Exception, model: AnyCallable) -> None:
+    """Raise a clearer error for one in a step of the user's, whose batch is the user's matter: if
+    it is about an index that a table lacks, or about the weights of a loss.
+    """
+    if isinstance(error, (IndexError, RuntimeError, ValueError)):
+        explanation = _of_index(error, model) or fault_of_loss(error)
+        if explanation is not None:
+            raise explanation from error
+
+
 def explained(
     error: Exception, net: AnyCallable, x: Tree, y: Tree, name: str = "x"
 ) -> FitkitError | None:
@@ -147,13 +157,8 @@ def explained(
             f"This CPU can't compute a layer of the net in this number type. {_first_line(text)} "
             "Write precision='bf16-mixed'. On some CPUs torch has no float16 LSTM."
         )
-    if isinstance(error, (IndexError, RuntimeError)) and INDEX_ERRORS.search(text):
-        fault = fault_of_index(error)
-        if fault is not None:
-            return ConfigurationError(
-                f"The net got an index that it doesn't have{_layer(error, net)}: {fault} ({given})",
-                code="FK012",
-            )
+    if (lacking := _of_index(error, net, f" ({given})")) is not None:
+        return lacking
     calls = list(_calls_in(error, net))
     whole = not isinstance(x, torch.Tensor) and CONTAINER_ERRORS.search(text)
     if isinstance(error, (TypeError, AttributeError)) and whole and _takes_whole(calls, x):
@@ -172,6 +177,18 @@ def explained(
             code="FK003",
         )
     return None
+
+
+def _of_index(error: Exception, net: AnyCallable, given: str = "") -> FitkitError | None:
+    """Return a clearer error for an index that a table of embeddings lacks."""
+    if not isinstance(error, (IndexError, RuntimeError)) or not INDEX_ERRORS.search(str(error)):
+        return None
+    if (fault := fault_of_index(error)) is None:
+        return None
+    return ConfigurationError(
+        f"The net got an index that it doesn't have{_layer(error, net)}: {fault}{given}",
+        code="FK012",
+    )
 
 
 def _of_targets(error: Exception, x: Tree, y: Tree, name: str) -> FitkitError | None:

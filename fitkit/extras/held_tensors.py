@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections import Counter
 from collections.abc import Iterator
@@ -26,7 +27,8 @@ def fault_of_loss(error: BaseException) -> ConfigurationError | None:
         held, values = frame.f_locals.get("self"), frame.f_locals.get("input")
         if isinstance(held, nn.modules.loss._Loss):
             name = type(held).__name__
-        if isinstance(values, torch.Tensor) and values.is_floating_point():
+        is_loss = re.search(r"loss|entropy", frame.f_code.co_name) is not None
+        if is_loss and isinstance(values, torch.Tensor) and values.is_floating_point():
             found = _misfit(frame, values, name or frame.f_code.co_name) or found
     return found
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from fitkit.arguments import Function, describe, only_known_arguments
 from fitkit.errors import ArgumentTypeError, ConfigurationError, missing_package
-from fitkit.foreign_names import instead
+from fitkit.foreign_names import instead, no_attribute
 from fitkit.model import Model
 from fitkit.outputs import SINGLE, LossHint
 from fitkit.random_states import kept_random_numbers, random_state, set_random_state, set_seed
@@ -124,7 +124,7 @@ class NetEstimator(BaseEstimator):
         for name in params:
             known_part = name.partition("__")[0] in known
             if not known_part and (sentence := instead(type(self).__name__, name)):
-                raise ConfigurationError(f"Invalid parameter {name!r}. {sentence}")
+                raise ConfigurationError(f"Invalid parameter {name!r}. {sentence}", code="FK093")
         options = _pop(params, NET_PREFIX)
         settings = _pop(params, OPTIMIZER_PREFIX)
         super().set_params(**params)
@@ -135,10 +135,10 @@ class NetEstimator(BaseEstimator):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        sentence = instead(f"fitkit.sklearn.{type(self).__name__}", name)
-        if not sentence:
+        kind = type(self).__name__
+        if not instead(f"fitkit.sklearn.{kind}", name):
             return super().__getattribute__(name)  # raises the original error
-        raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}. {sentence}")
+        raise no_attribute(repr(kind), f"fitkit.sklearn.{kind}", name)
 
     # ------------------------------------------------------------------ learning
 

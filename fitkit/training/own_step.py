@@ -142,7 +142,13 @@ class OwnStep:
         with _metrics_restored(self.model) if leaves_no_trace else contextlib.nullcontext():
             given = own_data(batch) if self._moves else self.mover(batch)
             with weights_cast_anew(), self.autocast():
-                outputs = self.enter(given, *self.arguments(index, optimizer_idx))
+                try:
+                    outputs = self.enter(given, *self.arguments(index, optimizer_idx))
+                except Exception as error:
+                    from fitkit.extras.explain import raise_explained_of_own_step
+
+                    raise_explained_of_own_step(error, self.model)
+                    raise
                 outputs = self.ended(outputs)
             found = Outcome(None, outputs=outputs)
             if self._has_loss:

@@ -77,10 +77,12 @@ def test_python_in_a_page_is_marked_as_such_so_that_it_runs(page):
 
 
 def anchors(page):
-    """The anchors that GitHub and the site give a page's headings."""
-    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    """The anchors that GitHub and the site give a page's headings, and those that it has itself."""
+    text = FENCED.sub("", page.read_text())
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
-    return {re.sub(r"[^\w\- ]", "", line.lower()).strip().replace(" ", "-") for line in plain}
+    made = {re.sub(r"[^\w\- ]", "", line.lower()).strip().replace(" ", "-") for line in plain}
+    return made | set(re.findall(r'^<a id="([\w-]+)"></a>$', text, re.MULTILINE))
 
 
 def links(page):

@@ -1,5 +1,6 @@
 """docs/text_pages.py, on a small site: llms.txt, llms-full.txt, and a .md beside each page."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -28,7 +29,7 @@ FIRST = """\
 
 Read [the reference](api/index.md) before: it lists all. Then read on.
 
-![a dot](dot.png) [a file](../notes.txt)
+![curves](pictures/curves.png) [a file](../notes.txt)
 
 ```python
 link = "[kept](../notes.txt)"
@@ -71,13 +72,15 @@ def site(tmp_path_factory):
     (source / "first.md").write_text(FIRST)
     (source / "api" / "index.md").write_text(REFERENCE)
     (source / "api" / "more.md").write_text(MORE)
-    (source / "dot.png").write_bytes((DOCS / "pictures" / "curves.png").read_bytes())
+    (source / "pictures").mkdir()
+    shutil.copy(DOCS / "pictures" / "curves.png", source / "pictures")
     (home / "notes.txt").write_text("a note")
     (home / "small_code.py").write_text(CODE)
     settings = {
         "project": "small",
         "extensions": ["myst_parser", "sphinx.ext.autodoc", "text_pages"],
         "html_theme": "basic",
+        "html_baseurl": "https://example.org/docs/",
     }
     with pytest.MonkeyPatch.context() as patch, patch_docutils(), docutils_namespace():
         patch.setattr(sys, "path", [str(DOCS), str(home), *sys.path])
@@ -125,11 +128,13 @@ def test_a_page_says_in_its_head_what_it_is_about(site):
         'name="description" property="og:description" content="More of &quot;them&quot;."' in head
     )
     assert '<meta property="og:title" content="More" />' in head
+    assert 'property="og:url" content="https://example.org/docs/api/more.html"' in head
+    assert 'property="og:image" content="https://example.org/docs/_images/curves.png"' in head
 
 
 def test_links_in_a_text_lead_to_what_the_site_has(site):
     text = (site / "first.md").read_text()
-    assert "[the reference](api/index.md)" in text and "![a dot](_images/dot.png)" in text
+    assert "[the reference](api/index.md)" in text and "![curves](_images/curves.png)" in text
     target = text.partition("[a file](")[2].partition(")")[0]
     assert (site / target).read_text() == "a note"
     assert '"[kept](../notes.txt)"' in text

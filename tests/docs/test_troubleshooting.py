@@ -37,17 +37,19 @@ def strings():
                 yield spoken(node)
 
 
-def rows():
-    """The first column of the page's tables."""
-    for line in (ROOT / PAGE).read_text().splitlines():
-        if line.startswith("| `"):
-            yield line.split(" | ")[0]
+def sections():
+    """The page's sections: (heading, the messages that it quotes: a paragraph of them alone)."""
+    for section in re.split(r"^### ", (ROOT / PAGE).read_text(), flags=re.MULTILINE)[1:]:
+        heading, _, text = section.partition("\n\n")
+        first = text.partition("\n\n")[0]
+        is_quoted = re.fullmatch(r"(`[^`]+`(, )?)+", first)
+        yield heading, re.findall(r"`([^`]+)`", first) if is_quoted else []
 
 
 def quoted():
-    """The messages that the page quotes: the code in the first column of its tables."""
-    for row in rows():
-        yield from re.findall(r"`([^`]+)`", row)
+    """The messages that the page quotes."""
+    for _, messages in sections():
+        yield from messages
 
 
 def coded():
@@ -81,9 +83,17 @@ def test_each_message_on_the_page_is_one_that_fitkit_gives():
     assert not absent
 
 
-def test_each_code_has_one_section_and_each_section_is_of_a_code():
-    sections = Counter(re.findall(r'<a id="(\w+)"></a>', (ROOT / PAGE).read_text()))
-    assert sections == Counter(code.lower() for code in CODES)
+def test_each_code_has_one_heading_with_its_title_below_its_anchor():
+    text = (ROOT / PAGE).read_text()
+    found = re.findall(r'^<a id="(\w+)"></a>\n\n### (FK\d+: .+)$', text, re.MULTILINE)
+    wanted = Counter((code.lower(), f"{code}: {title}") for code, title in CODES.items())
+    assert Counter(found) == wanted
+    assert len(re.findall(r"<a id=|^### FK", text, re.MULTILINE)) == 2 * len(CODES)
+
+
+def test_each_section_says_what_to_do():
+    text = (ROOT / PAGE).read_text()
+    assert text.count("\n**What to do:** ") == len(list(sections()))
 
 
 def test_each_code_ends_a_message_somewhere():
@@ -92,12 +102,12 @@ def test_each_code_ends_a_message_somewhere():
 
 def test_the_section_of_a_code_quotes_its_message():
     messages = list(coded())
-    for row in rows():
-        for code in re.findall(r'<a id="(\w+)"></a>', row):
-            texts = [text for found, text in messages if found == code.upper()]
-            parts = [pieces(quote) for quote in re.findall(r"`([^`]+)`", row)]
-            alike = any(all(p in text for p in part) for part in parts for text in texts)
-            assert alike or not any(texts), (row, texts)
+    for heading, quotes in sections():
+        code = heading.partition(":")[0]
+        texts = [text for found, text in messages if found == code]
+        parts = [pieces(quote) for quote in quotes]
+        alike = any(all(p in text for p in part) for part in parts for text in texts)
+        assert alike or not any(texts), (heading, texts)
 
 
 def test_the_texts_of_the_wheel_are_those_of_the_page():
@@ -112,7 +122,9 @@ def test_the_command_at_a_messages_end_explains_its_code(code, capsys):
     assert main(command.split()) == 0
     title, message, *rest = capsys.readouterr().out.split("\n\n")
     assert title == f"{code}: {CODES[code]}" and message.startswith("The message says: ")
-    assert len(rest) == 1 and len(rest[0]) > 20 and "](" not in rest[0]
+    assert any(part.startswith("What to do: ") for part in rest)
+    prose = [line for part in rest for line in part.splitlines() if not line.startswith("    ")]
+    assert not any(re.search(r"`|\*\*|\]\(", line) for line in prose)
 
 
 def test_explain_takes_any_case_lists_all_codes_and_refuses_others(capsys):

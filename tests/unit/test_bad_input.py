@@ -334,7 +334,7 @@ def test_an_error_in_a_factory_is_not_hidden_as_a_missing_attribute():
 
 
 def test_keras_positions_are_told_by_name():
-    with pytest.raises(TypeError, match=r"fit\(\) .*By position it takes x, y.*batch_size=32"):
+    with pytest.raises(TypeError, match=r"fit\(\) .*By position it takes x, y.*batch_size=…"):
         compiled().fit(X, Y, 32, 10)
     with pytest.raises(TypeError, match=r"fit\(\) missing a required argument: 'x'"):
         compiled().fit()

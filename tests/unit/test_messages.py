@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import fitkit
 from fitkit.errors import ConfigurationError
@@ -138,6 +138,33 @@ def test_an_index_that_an_embedding_lacks_is_named_with_layer_and_size(verb, kin
     trained(table(max(11, index + 1), kind), x=codes + moved)  # what is advised works
 
 
+class OwnStep(fitkit.Model):
+    def __init__(self, net, loss=functional.cross_entropy):
+        super().__init__(net)
+        self.own_loss = loss
+
+    def training_step(self, batch, batch_idx):
+        return self.own_loss(self(batch[0]), batch[1])
+
+
+def test_own_steps_are_told_the_same_of_an_index_and_of_the_weights_of_a_loss():
+    def run(net, x, **loss):
+        model = OwnStep(net, **loss)
+        model.compile("sgd", accelerator="cpu")
+        model.fit(x, Y, batch_size=8, verbose=0)
+
+    facts = ("layer '0'", "Embedding(10, 4", "from 0 to 9", "got 10.")
+    refused("FK012", *facts, run=lambda: run(table(), np.where(CODES == 9, 10, CODES)))
+    heavy = nn.CrossEntropyLoss(weight=weights(3, torch.float64))
+    refused("FK002", "weight", "float64", run=lambda: run(nn.Linear(4, 3), X, loss=heavy))
+
+    def failing(prediction, target):
+        raise RuntimeError("the user's")
+
+    with pytest.raises(RuntimeError, match="the user's"):
+        run(nn.Linear(4, 3), X, loss=failing)
+
+
 # ------------------------------------------------------------------ numbers that aren't finite
 
 
@@ -164,8 +191,20 @@ def as_loader(x):
     return DataLoader(TensorDataset(torch.from_numpy(x), torch.from_numpy(Y)), 8)
 
 
+class Rows(Dataset):
+    def __init__(self, x):
+        self.x = x
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], int(Y[index])
+
+
 @pytest.mark.parametrize("run", [
     lambda x: trained(x=x), evaluated, lambda x: evaluated(as_loader(x), None),
+    lambda x: evaluated(Rows(x), None),
 ])  # fmt: skip
 def test_the_row_and_column_of_a_number_that_is_not_finite_are_named(run):
     message = said(lambda: run(with_nan()))
@@ -178,6 +217,13 @@ def test_a_column_of_a_data_frame_is_named(run):
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame(with_nan(), columns=["a", "b", "age", "d"])
     assert "x of sample 20 is nan at column 'age'" in said(lambda: run(frame))
+
+
+def test_what_isnt_finite_in_validation_data_is_named_with_its_set():
+    sets = {"day": (X, Y), "night": as_loader(with_nan())}
+    message = said(lambda: trained(validation_data=sets))
+    assert "val_night_loss is nan" in message
+    assert "In the validation data 'night', x of sample 20 is nan at column 2." in message
 
 
 def test_weights_that_a_training_spoiled_are_named_by_evaluate():
@@ -339,3 +385,15 @@ def test_lazy_layers_get_their_shapes_from_the_first_batch_of_fit(tmp_path):
     lazy().fit(as_loader(X), verbose=0)
     with pytest.raises(ConfigurationError, match=r"model\.predict_on_batch"):
         lazy().fit(iter([(torch.from_numpy(X), torch.from_numpy(Y))]), verbose=0)
+
+
+def test_lazy_layers_get_their_shapes_from_a_single_batch():
+    by_hand, model = lazy(), lazy()
+    for one in (by_hand, model):
+        torch.manual_seed(0)
+        if one is by_hand:
+            one.predict_on_batch(X)
+        one.train_on_batch(X, Y)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, by_hand.state_dict()[name]), name
+    assert int(model.net[1].num_batches_tracked) == 1
