@@ -37,7 +37,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fitkit.distributed.stores import REQUESTS_PER_S, PromptStore
 from torch.distributed import (  # type: ignore[attr-defined]
     HashStore,
     PrefixStore,
@@ -52,6 +51,7 @@ from fitkit.data.sources import make_source
 from fitkit.distributed.collectives import Solo, pack, unpack
 from fitkit.extras.data_on_ranks.sharding import sharded
 from fitkit.extras.launchers.meeting import Meeting
+from fitkit.extras.launchers.stores import REQUESTS_PER_S, PromptStore
 from fitkit.extras.launchers.watch import Failure, Watch
 from fitkit.training.log import _merged, noted_by
 
