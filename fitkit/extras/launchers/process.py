@@ -215,7 +215,8 @@ class RankProcess:
         shows_output: bool = False,
     ) -> None:
         self.rank = rank
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the rank
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  `end` closes it
+        self._last_words = ""
         own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(share_of_cores(size))}
         if shows_output:
             # Python would keep what it prints until some thousand bytes have come together.
@@ -262,6 +263,8 @@ class RankProcess:
         self._process.wait()
         if self._shown is not None:
             self._shown.wait_for_end()
+        self._last_words = self.words()
+        self._said.close()
 
     def has_failed(self) -> bool:
         """Whether it ended by a signal or an exception; other statuses are the script's own."""
@@ -290,7 +293,9 @@ class RankProcess:
         """Return the end of what it wrote to its standard error."""
         if self._shown is not None:
             return self._shown.words()
-        with contextlib.suppress(OSError, ValueError):
+        if self._said.closed:
+            return self._last_words
+        with contextlib.suppress(OSError):
             length = self._said.seek(0, os.SEEK_END)
             self._said.seek(max(length - LAST_WORDS, 0))
             return self._said.read().decode(errors="replace")
