@@ -66,6 +66,7 @@ def setup(app):
     app.connect("source-read", offer_pages_outside)
     app.connect("source-read", name_headings)
     app.connect("autodoc-process-signature", reference.shorten)
+    app.connect("autodoc-process-docstring", reference.list_names)
     ModuleAnalyzer.analyze = reference.one_signature(ModuleAnalyzer.analyze)
     app.add_role("fitkit-code", reference.Code())
 

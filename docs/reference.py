@@ -261,3 +261,14 @@ def source_of_strategies(app: Any, module: str) -> tuple[str, dict[str, Any]] | 
         if first in PUBLIC:
             tags[PUBLIC[first] + dot + rest] = tag
     return analyzer.code, tags
+
+
+# ---------------------------------------------------------------------- seams
+
+
+def list_names(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """End what a page of `fitkit.seams` says with all its names, for the event
+    `autodoc-process-docstring`.
+    """
+    if what == "module" and name.startswith("fitkit.seams."):
+        lines += ["", "Names: " + ", ".join(f"``{one}``" for one in sorted(thing.__all__)) + "."]

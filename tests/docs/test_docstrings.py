@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import fitkit
+import fitkit.seams
 
 ROOT = Path(__file__).parents[2]
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -120,6 +120,10 @@ def test_every_method_of_model_stands_in_the_reference():
     wanted = {f"fitkit.Model.{name}" for name in members_of(fitkit.Model)}
     absent = wanted - reference()
     assert absent <= {"fitkit.Model.forward"}
+
+
+def test_each_page_of_the_door_stands_in_the_reference():
+    assert {f"fitkit.seams.{page}" for page in fitkit.seams.PAGES} <= reference()
 
 
 def test_the_reference_names_nothing_that_is_not_there():
