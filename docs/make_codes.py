@@ -1,11 +1,13 @@
-"""The texts of `python -m fitkit explain`, made from docs/troubleshooting.md.
+"""The texts of `python -m fitkit explain`, and the links at the top of docs/troubleshooting.md, made
+from its sections.
 
-python docs/make_codes.py            # or: make pictures; writes fitkit/codes.json
-python docs/make_codes.py --check    # status 1 where the file has others
+python docs/make_codes.py            # or: make pictures; writes fitkit/codes.json and the links
+python docs/make_codes.py --check    # status 1 where they are others
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -19,6 +21,9 @@ TEXTS = ROOT / "fitkit" / "codes.json"
 
 SECTION = re.compile(
     r"^### (?P<code>FK\d+): (?P<title>.*)\n(?P<text>(?:(?!##|<a id).*\n?)*)", re.MULTILINE
+)
+LINKS = re.compile(
+    r"(<!-- made by docs/make_codes.py -->\n).*?(<!-- end of what docs/make_codes.py made -->)", re.S
 )
 BLOCK = re.compile(r"^```.*\n((?:.*\n)*?)^```$|((?:^(?!```).+\n?)+)", re.MULTILINE)
 
@@ -62,14 +67,26 @@ def texts() -> dict[str, dict[str, str | list[str]]]:
     return dict(sorted(found.items()))
 
 
+def with_links(page: str) -> str:
+    """Return the page with a link to each code at its top: sections go by topic, these in order."""
+    links = {code: f"[{code}](#{code.lower()})" for code in sorted(sections())}
+    tens = itertools.groupby(links, key=lambda code: code[:-1])
+    lines = "".join(f"- {' '.join(links[code] for code in ten)}\n" for _, ten in tens)
+    return LINKS.sub(lambda found: f"{found[1]}{lines}{found[2]}", page)
+
+
 def main() -> int:
-    wanted = json.dumps(texts(), indent=1, ensure_ascii=False) + "\n"
+    wanted = {
+        TEXTS: json.dumps(texts(), indent=1, ensure_ascii=False) + "\n",
+        PAGE: with_links(PAGE.read_text("utf-8")),
+    }
     if "--check" in sys.argv:
-        if wanted != TEXTS.read_text("utf-8"):
-            print("fitkit/codes.json isn't what docs/troubleshooting.md says: make pictures")
-            return 1
-        return 0
-    TEXTS.write_text(wanted, "utf-8")
+        others = [path for path, text in wanted.items() if text != path.read_text("utf-8")]
+        for path in others:
+            print(f"{path.name} isn't what docs/troubleshooting.md says: make pictures")
+        return int(bool(others))
+    for path, text in wanted.items():
+        path.write_text(text, "utf-8")
     return 0
 
 
