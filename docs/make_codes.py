@@ -1,5 +1,5 @@
-"""The texts of `python -m fitkit explain`, and the links at the top of docs/troubleshooting.md, made
-from its sections.
+"""The texts of `python -m fitkit explain`, and the links at the top of docs/troubleshooting.md,
+made from its sections.
 
 python docs/make_codes.py            # or: make pictures; writes fitkit/codes.json and the links
 python docs/make_codes.py --check    # status 1 where they are others
@@ -23,7 +23,8 @@ SECTION = re.compile(
     r"^### (?P<code>FK\d+): (?P<title>.*)\n(?P<text>(?:(?!##|<a id).*\n?)*)", re.MULTILINE
 )
 LINKS = re.compile(
-    r"(<!-- made by docs/make_codes.py -->\n).*?(<!-- end of what docs/make_codes.py made -->)", re.S
+    r"(<!-- made by docs/make_codes.py -->\n).*?(<!-- end of what docs/make_codes.py made -->)",
+    re.S,
 )
 BLOCK = re.compile(r"^```.*\n((?:.*\n)*?)^```$|((?:^(?!```).+\n?)+)", re.MULTILINE)
 

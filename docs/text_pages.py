@@ -53,7 +53,7 @@ ABOUT = {
     "api/strategies": "Every class of fitkit.strategies, one for each way to use several devices.",
     "api/precisions": "Every class of fitkit.precisions.",
     "api/tools": "fitkit.tune, data, transforms, pictures, sklearn, typing and losses.",
-    "api/seams": "What a package that extends fitkit uses: a page for each kind, with all its names.",
+    "api/seams": "What packages that extend fitkit use: a page for each kind, with its names.",
 }
 """What llms.txt says of pages that don't begin with a sentence of what they are about."""
 
