@@ -51,7 +51,7 @@ class FusedUpdate:
             gradients: of the parameters.
             rate: the learning rate ().
             in_loop: whether a loop's body is traced, where an operation can't change its inputs.
-                `in_place` lets it do so after all.
+                `change_inputs` lets it do so after all.
         """
         parameters, *states = self._lists
         if not in_loop:
@@ -177,10 +177,12 @@ def _changed(given: Sequence[Any], kind: type = torch.Tensor) -> list[int]:
 
 
 def _copies(*given: Any) -> list[torch.Tensor]:
+    """Return tensors of the shapes that an operation with new tensors returns."""
     return [one.clone() for place in _changed(given) for one in given[place]]
 
 
 def _compute_apart(compute: Callable[..., None], *given: Any) -> list[torch.Tensor]:
+    """Make an update of copies, and return these."""
     taken = list(given)
     for place in _changed(given):
         taken[place] = [one.clone() for one in given[place]]
