@@ -3,7 +3,7 @@
 `python -m benchmarks.compiled_start [mlp cnn transformer]`. Each contender is a process of its own,
 with an empty cache of torch's compiler (cold), then the same once more (warm). What it prints is
 the first fit less the second, in CPU seconds of the process and of its children (g++). Of two ranks
-under torchrun, these are rank 0's.
+under torchrun, these are both ranks' together.
 """
 
 from __future__ import annotations
@@ -103,8 +103,7 @@ def contend(name: str, how: str) -> None:
         fit()
         marks.append(seconds())
     (own, theirs), (first, given), (second, last) = marks
-    if os.environ.get("RANK", "0") == "0":
-        print(json.dumps([2 * first - own - second, 2 * given - theirs - last]))
+    print(json.dumps([2 * first - own - second, 2 * given - theirs - last]))
 
 
 def main() -> None:
@@ -127,16 +126,19 @@ def main() -> None:
                 for start in ("cold", "warm"):
                     launched = TORCHRUN if how == "ranks" else []
                     command = ["-m", "benchmarks.compiled_start", name, "--how", how, "--contend"]
-                    own, theirs = json.loads(_run([sys.executable, *launched, *command], cache))
+                    told = _run([sys.executable, *launched, *command], cache)
+                    ranks = [json.loads(line) for line in told if line.startswith("[")]
+                    own, theirs = map(sum, zip(*ranks, strict=True))
                     print(f"{name:12} {how:14} {start}  self {own:5.1f}  children {theirs:5.1f}",
                           f"sum {own + theirs:5.1f}", flush=True)  # fmt: skip
 
 
-def _run(command: list[str], cache: str) -> str:
+def _run(command: list[str], cache: str) -> list[str]:
+    """Run a command with a cache of torch's compiler, and return what it printed."""
     os.makedirs(cache, exist_ok=True)
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
     found = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    return found.stdout.strip().splitlines()[-1] if found.stdout.strip() else ""
+    return found.stdout.splitlines()
 
 
 if __name__ == "__main__":
