@@ -2,7 +2,8 @@
 
 `python -m benchmarks.compiled_start [mlp cnn transformer]`. Each contender is a process of its own,
 with an empty cache of torch's compiler (cold), then the same once more (warm). What it prints is
-the first fit less the second, in CPU seconds of the process and of its children (g++).
+the first fit less the second, in CPU seconds of the process and of its children (g++). Of two ranks
+under torchrun, these are both ranks' together.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from torch import nn
 import fitkit
 
 BATCHES = 24
+HOWS = ["torch.compile", "jit", "remainder", "x8", "ranks"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 class Transformer(nn.Module):
@@ -88,8 +91,8 @@ def contend(name: str, how: str) -> None:
                 optimizer.step()
     else:
         model = fitkit.Model(net)
-        together = 8 if how == "x8" else 1
-        model.compile("adam", "cross_entropy", accelerator="cpu", devices=1, jit_compile=True,
+        together, devices = 8 if how == "x8" else 1, 2 if how == "ranks" else 1
+        model.compile("adam", "cross_entropy", accelerator="cpu", devices=devices, jit_compile=True,
                       steps_per_execution=together)  # fmt: skip
 
         def fit() -> None:
@@ -106,8 +109,12 @@ def contend(name: str, how: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("nets", nargs="*", default=list(NETS))
-    parser.add_argument("--how", nargs="*", default=["torch.compile", "jit", "remainder", "x8"])
+    parser.add_argument("--how", nargs="*", default=HOWS)
+    parser.add_argument("--contend", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.contend:
+        contend(*given.nets, *given.how)
+        return
     with tempfile.TemporaryDirectory() as folder:
         probed = f"{folder}/probed"  # torch asks the CPU once for all contenders
         probe = "from torch._inductor.cpu_vec_isa import pick_vec_isa; pick_vec_isa()"
@@ -117,18 +124,21 @@ def main() -> None:
                 cache = f"{folder}/{name}-{how}"
                 shutil.copytree(probed, cache)
                 for start in ("cold", "warm"):
-                    command = "import sys; from benchmarks.compiled_start import contend"
-                    command += f"; contend({name!r}, {how!r})"
-                    own, theirs = json.loads(_run([sys.executable, "-c", command], cache))
+                    launched = TORCHRUN if how == "ranks" else []
+                    command = ["-m", "benchmarks.compiled_start", name, "--how", how, "--contend"]
+                    told = _run([sys.executable, *launched, *command], cache)
+                    ranks = [json.loads(line) for line in told if line.startswith("[")]
+                    own, theirs = map(sum, zip(*ranks, strict=True))
                     print(f"{name:12} {how:14} {start}  self {own:5.1f}  children {theirs:5.1f}",
                           f"sum {own + theirs:5.1f}", flush=True)  # fmt: skip
 
 
-def _run(command: list[str], cache: str) -> str:
+def _run(command: list[str], cache: str) -> list[str]:
+    """Run a command with a cache of torch's compiler, and return what it printed."""
     os.makedirs(cache, exist_ok=True)
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
     found = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    return found.stdout.strip().splitlines()[-1] if found.stdout.strip() else ""
+    return found.stdout.splitlines()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ operations out first.
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import torch
 from torch import fx
 
 from fitkit import trees
+from fitkit.extras.jit.fused import change_inputs
 
 
 def stacked(batches: Sequence[Any]) -> Any:
@@ -105,11 +107,9 @@ def looped(
     Raises:
         RuntimeError: this step can't be in a loop.
     """
-    from torch._functorch.compile_utils import fx_graph_cse
     from torch._guards import tracing
     from torch._higher_order_ops.while_loop import while_loop_op
     from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-    from torch.func import functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
 
     if not all(isinstance(one, torch.Tensor) for one in inputs):
@@ -131,25 +131,22 @@ def looped(
         return place < passed[number]
 
     with tracing(None), torch.no_grad(), FakeTensorMode():
-        like = [_without_numbers(one) for one in inputs]
-        versions = [one._version for one in like]
-        try:
-            stacks = [found.new_empty((most, *found.shape)) for found in step(*like)[:-1]]
-        except DataDependentOutputException:
-            raise RuntimeError(NUMBERS) from None
-        changed = [index for index, one in enumerate(like) if one._version != versions[index]]
+        like = [one.meta["example_value"] for one in found]  # of Dynamo
+        stacks = [torch.empty((most, *one.shape), dtype=one.dtype) for one in like]
         given = (torch.zeros((), dtype=torch.int64), *map(_without_numbers, inputs), *stacks)
+        versions = [one._version for one in given]
         root = torch.nn.Module()
         root.condition = make_fx(condition)(*given)
-        written = make_fx(body)(*given)
-        for node in written.graph.find_nodes(
+        try:
+            root.body = make_fx(body)(*given)
+        except DataDependentOutputException:
+            raise RuntimeError(NUMBERS) from None
+        changed = [index for index, one in enumerate(given) if one._version != versions[index]]
+        for node in root.body.graph.find_nodes(
             op="call_function", target=torch.ops.aten.detach.default
         ):
             node.replace_all_uses_with(node.args[0])  # nothing follows gradients any more
-        written.recompile()
-        # What equal numbers give is computed once. That takes a graph without changes in between.
-        root.body = make_fx(functionalize(written, remove="mutations"))(*given)
-        root.body.graph = fx_graph_cse(root.body.graph)
+        root.body.graph.eliminate_dead_code()
         root.body.recompile()
 
     graph = fx.Graph()
@@ -161,16 +158,16 @@ def looped(
         for one in stacks
     ]
     first = graph.call_function(torch.ops.aten.full.default, ([], 0), {"dtype": torch.int64})
-    changed += range(count, count + len(kept))
     end = graph.call_function(
         while_loop_op,
         (graph.get_attr("condition"), graph.get_attr("body"), (first,), (*entered, *kept)),
-        {"mutated_arg_indices": ",".join(str(1 + index) for index in changed)},
+        {"mutated_arg_indices": ",".join(map(str, changed))},
     )
     # Without a use of the loop's own result, the compiler would leave it out.
     graph.output((*kept, graph.call_function(operator.getitem, (end, 0))))
-    with _random_order_comes_later():
-        return compile_graph(fx.GraphModule(root, graph), inputs)
+    whole = fx.GraphModule(root, graph)
+    with _random_order_comes_later(), _kept_on_disk(whole, inputs):
+        return compile_graph(whole, inputs)
 
 
 def _without_numbers(one: torch.Tensor) -> torch.Tensor:
@@ -193,6 +190,7 @@ def bodies(graph: fx.Graph) -> list[fx.Graph]:
     hidden = graph.find_nodes(op="call_function", target=hiding)
     if not any(node.args[0] is while_loop_op for node in hidden):
         return []
+    from torch._functorch.compile_utils import fx_graph_cse
     from torch._inductor.fx_passes import post_grad
     from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized
     from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops
@@ -202,8 +200,13 @@ def bodies(graph: fx.Graph) -> list[fx.Graph]:
     assert module is not None
     reinplace_inplaceable_ops(FakeTensorUpdater(module), graph)
     decompose_auto_functionalized(graph)
-    loops = graph.find_nodes(op="call_function", target=while_loop_op)
-    found = [getattr(module, node.args[1].target).graph for node in loops]
+    found = []
+    for node in graph.find_nodes(op="call_function", target=while_loop_op):
+        body = getattr(module, node.args[1].target)
+        body.graph = fx_graph_cse(body.graph)
+        change_inputs(body.graph)
+        body.recompile()
+        found.append(body.graph)
     order = getattr(getattr(post_grad, ORDER, None), "original", None)
     if order is not None:
         for body in found:
@@ -227,4 +230,32 @@ def _random_order_comes_later() -> Iterator[None]:
 
     later.original = getattr(post_grad, ORDER, None)  # type: ignore[attr-defined]
     with patch.object(post_grad, ORDER, later, create=True):
+        yield
+
+
+CACHEABLE = "unsafe_marked_cacheable_functions"
+"""The compiler's setting that names operations whose traces may be kept, each with a key.
+
+Torch doesn't keep a `while_loop`'s by itself, so each process would trace the loop again.
+"""
+
+
+@contextmanager
+def _kept_on_disk(whole: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
+    """Let torch keep a loop's trace on the disk, under all that decides what it computes.
+
+    That is the code of its graphs, and what its inputs are. If a graph holds tensors, whose numbers
+    its code doesn't show, nothing is kept.
+    """
+    from torch._inductor import config
+
+    if [*whole.buffers(), *whole.parameters()] or not hasattr(config, CACHEABLE):
+        yield
+        return
+    graphs = [one for one in whole.modules() if isinstance(one, fx.GraphModule)]
+    facts = [(one.shape, one.stride(), one.dtype, one.device) for one in inputs]
+    text = "\n".join([*(one.code for one in graphs), repr(facts)])
+    key = hashlib.sha256(text.encode()).hexdigest()
+    known = {**getattr(config, CACHEABLE), "torch.ops.higher_order.while_loop": key}
+    with config.patch({CACHEABLE: known}):
         yield

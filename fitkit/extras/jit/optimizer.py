@@ -22,7 +22,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from fitkit import trees
 from fitkit.accelerators import has_streams, widest_dtype
 from fitkit.errors import warn
-from fitkit.extras.jit.fused import fused
+from fitkit.extras.jit.fused import FEWEST_TENSORS, fused
 from fitkit.extras.jit.loop import at
 from fitkit.extras.jit.net import JitNet
 from fitkit.extras.jit.programs import MOST_STEPS, UpdatePrograms
@@ -143,8 +143,11 @@ class Group:
     def update(self, gradients: Sequence[torch.Tensor], place: Place) -> None:
         """Make a step's update, from the gradients of all learning parameters; traced."""
         own = [gradients[place] for place in self.places]
-        if self._fused is not None and place is None:
-            self._fused(self.parameters, own, self.states, self.rates[0], self.settings)
+        rates = self.rates
+        rate = at(rates, place) if isinstance(place, torch.Tensor) else rates[place or 0]
+        in_loop = isinstance(place, torch.Tensor)
+        if self._fused is not None and (not in_loop or len(own) >= FEWEST_TENSORS):
+            self._fused(own, rate, in_loop=in_loop)
             return
         # Torch counts steps in float32. An eager step converts them to Python's numbers first.
         wide = [[_wide(one) for one in states] for states in self.states]
@@ -153,8 +156,6 @@ class Group:
             # corrections once, not for each parameter.
             counts = wide[self._counts]
             wide[self._counts] = [counts[0].clone() for _ in counts]
-        rates = self.rates
-        rate = at(rates, place) if isinstance(place, torch.Tensor) else rates[place or 0]
         self.function(self.parameters, own, *wide, lr=rate, **self.settings)
         for before, after in zip(self.states, wide, strict=True):
             for one, computed in zip(before, after, strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fitkit.extras.jit import loop
+from fitkit.extras.jit import fused, loop
 
 EARLY = "joint_custom_pre_pass"
 """The compiler's option for what changes a graph before all of its patterns."""
@@ -113,7 +113,7 @@ def faster() -> Any:
                 _add_biases_apart(part)
 
         def uuid(self) -> bytes:  # the compiler's cache on the disk asks for it
-            return get_hash_for_files((__file__, loop.__file__))
+            return get_hash_for_files((__file__, loop.__file__, fused.__file__))
 
     return GraphPass()
 

@@ -1,6 +1,7 @@
 """`steps_per_execution` with `jit_compile`: a loop in one graph gives what single steps give."""
 
 import copy
+import uuid
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn, optim
 
 import fitkit
+from fitkit.extras.jit import loop
 from fitkit.extras.jit.loop import looped
 from fitkit.extras.jit.programs import Programs, traces_gradients
 from tests.compiling import HAS_COMPILER, Branching, compiled_anew
@@ -274,6 +276,7 @@ def test_a_step_that_returns_more_than_it_marks_is_refused():
         graph = torch.fx.Graph()
         weights, number = graph.placeholder("weights"), graph.placeholder("number")
         loss = graph.call_method("sum", (weights,))
+        loss.meta["example_value"] = torch.tensor(3.0)
         mark = graph.call_function(torch.add, (number, 1))
         graph.output((loss, *([weights] if keeps else []), mark))
         return torch.fx.GraphModule(torch.nn.Module(), graph)
@@ -286,3 +289,63 @@ def test_a_step_that_returns_more_than_it_marks_is_refused():
     losses, steps = run(weight, torch.tensor(2))
     assert losses[:2].tolist() == [3.0, 3.0]
     assert int(steps) == 2
+
+
+def test_a_loop_is_kept_under_its_code_and_its_inputs_but_not_with_tensors_of_its_own():
+    def key(factor, size=3, constant=False):
+        graph = torch.fx.Graph()
+        weights, number = graph.placeholder("weights"), graph.placeholder("number")
+        if constant:
+            factor = graph.call_function(torch.tensor, (factor,))
+        loss = graph.call_method("sum", (graph.call_function(torch.mul, (weights, factor)),))
+        loss.meta["example_value"] = torch.tensor(1.0)
+        graph.output((loss, graph.call_function(torch.add, (number, 1))))
+        step, place = torch.fx.GraphModule(nn.Module(), graph), torch.tensor(1)
+        given = (torch.ones(size), place)
+        known = looped(
+            step, given, 1, 4, lambda *_: getattr(torch._inductor.config, loop.CACHEABLE)
+        )
+        return known.get("torch.ops.higher_order.while_loop")
+
+    keys = [key(2.0), key(2.0), key(2.5), key(2.0, size=4)]
+    assert len(set(keys)) == 3 and keys[0] == keys[1]
+    assert None not in keys
+    assert key(2.0, constant=True) is None
+
+
+@pytest.mark.slow
+def test_a_loops_trace_is_kept_on_the_disk_for_the_very_same_loop_alone(monkeypatch):
+    """Whatever has another trace isn't given this one, and its numbers are its own."""
+
+    def hits(net=linear, optimizer=MOMENTUM, loss="cross_entropy", x=X[:48]):
+        def trained(**more):
+            model = model_of(net, optimizer, loss, **more)
+            model.fit(x, Y[:48], batch_size=8, shuffle=False, verbose=0)
+            return model.net
+
+        torch._dynamo.reset()
+        counts = torch._dynamo.utils.counters["aot_autograd"]
+        counts.clear()
+        found = trained(jit_compile=True)
+        assert_same_weights(found, trained(), atol=1e-12)
+        assert counts["ok"] == 1
+        return counts["autograd_cache_hit"], list(found.parameters())
+
+    with torch.compiler.config.patch(cache_key_tag=uuid.uuid4().hex):
+        first, weights = hits()
+        second, again = hits()
+        assert (first, second) == (0, 1)
+        monkeypatch.setattr(loop, "CACHEABLE", "what no torch has")
+        _, without = hits()
+        monkeypatch.undo()
+        for one, other, third in zip(weights, again, without, strict=True):
+            assert torch.equal(one, other) and torch.equal(one, third)
+        others = [
+            {"net": lambda: nn.Sequential(linear(), nn.Tanh())},
+            {"optimizer": partial(MOMENTUM, weight_decay=0.1)},
+            {"optimizer": partial(MOMENTUM, weight_decay=0.2)},
+            {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)},
+            {"net": lambda: nn.Linear(5, 3), "x": X[:48, :5]},
+        ]
+        assert [hits(**one)[0] for one in others] == [0] * 5
+        assert hits()[0] == 1
