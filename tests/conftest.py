@@ -1,5 +1,6 @@
 """What holds for every test."""
 
+import gc
 import signal
 
 import pytest
@@ -18,3 +19,12 @@ def pytest_timeout_set_timer(item, settings):
 
     longer = settings._replace(timeout=settings.timeout and patience(settings.timeout))
     return pytest_timeout.pytest_timeout_set_timer(item, longer)
+
+
+def pytest_collection_finish(session):
+    """The garbage collector leaves alone what all tests share: their modules and a dozen libraries.
+
+    Tests that collect garbage, and torch's compiler, looked through all of it each time.
+    """
+    gc.collect()
+    gc.freeze()
