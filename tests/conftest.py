@@ -21,10 +21,22 @@ def pytest_timeout_set_timer(item, settings):
     return pytest_timeout.pytest_timeout_set_timer(item, longer)
 
 
-def pytest_collection_finish(session):
-    """The garbage collector leaves alone what all tests share: their modules and a dozen libraries.
+def leave_what_there_is():
+    """The garbage collector leaves alone what there is: a million objects of a dozen libraries.
 
-    Tests that collect garbage, and torch's compiler, looked through all of it each time.
+    Tests that collect garbage, fitkit that does, and ranks that are forked looked through all of
+    them each time, for a second.
     """
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish(session):
+    leave_what_there_is()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """After each file: it may have imported some more."""
+    if nextitem is not None and nextitem.path != item.path:
+        leave_what_there_is()
