@@ -185,7 +185,7 @@ def test_a_data_modules_hooks_come_between_them_as_by_the_trainer(name):
 
 
 # Half a hundred trainings each, whose hooks are among those of the other runs.
-AMONG_OTHERS = ("fit", "clipping")
+AMONG_OTHERS = ("fit", "clipping", "accumulation")
 
 
 @pytest.mark.parametrize(

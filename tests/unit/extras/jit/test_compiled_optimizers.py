@@ -131,7 +131,7 @@ HOW = {
     "norms clipped": {"gradient_clip_val": 0.05},
     "values clipped": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     "accumulated": {"accumulate_grad_batches": 2},
-    "several in a call": {"steps_per_execution": 4},
+    "several in a call": {"steps_per_execution": 2},
 }
 
 
