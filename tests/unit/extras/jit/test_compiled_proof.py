@@ -255,6 +255,35 @@ def test_a_gradient_of_rounding_alone_is_not_blamed():
     proof.check(facts, update(-1.0), [torch.randn(1)])
 
 
+def test_a_bias_before_a_batch_norm_is_not_blamed():
+    """What is left of its gradient are the roundings of all operations, in any order of these."""
+
+    def second_moment(normalize, bias):
+        bias = bias.clone().requires_grad_()
+        with torch.enable_grad():
+            loss = F.cross_entropy(normalize(images + bias).flatten(1), labels)
+        return (torch.autograd.grad(loss, bias)[0] ** 2,)
+
+    def by_hand(x):
+        centred = x - x.sum((0, 2, 3), keepdim=True) / x[:, 0].numel()
+        return centred * (centred.square().mean((0, 2, 3), keepdim=True) + 1e-5).rsqrt()
+
+    def by_torch(x):
+        return F.batch_norm(x, None, None, training=True)
+
+    torch.manual_seed(0)
+    images, labels = torch.randn(64, 16, 14, 14), torch.randint(10, (64,))
+    facts = proof.Facts(lambda bias: second_moment(by_torch, bias), 1.2e-7, ["bias"], True)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        bias = torch.randn(16, 1, 1)
+        proof.check(facts, lambda bias: second_moment(by_hand, bias), [bias])
+        with pytest.raises(proof.MisfitError):
+            proof.check(
+                facts, lambda bias: second_moment(lambda x: by_hand(x) + x / 10_000, bias), [bias]
+            )
+
+
 def test_copies_share_memory_as_their_originals_do():
     whole = torch.arange(12.0).reshape(3, 4) + 0.5
     row, column = proof._copied([whole[1], whole[:, 2]], 0.0, torch.Generator())
