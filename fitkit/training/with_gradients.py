@@ -48,7 +48,8 @@ def first_step(
         ConfigurationError: it needs them, and replicas or shards stand around the net.
     """
     make = make or step
-    batch = dataclasses.replace(batch, is_lent=True)  # a second try gets it as it came
+    if not batch.is_lent:
+        batch = dataclasses.replace(batch, is_lent=True)  # a second try gets it as it came
     try:
         return make(batch, index)
     except RuntimeError as error:
