@@ -242,7 +242,8 @@ def unpack_batch(batch: Any) -> tuple[Any, Any, Any]:
         ConfigurationError: a tuple or list of another length.
     """
     kind = type(batch)
-    if kind is tuple or (isinstance(batch, (tuple, list)) and kind_of(batch) is None):
+    is_plain = kind is tuple or kind is list
+    if is_plain or (isinstance(batch, (tuple, list)) and kind_of(batch) is None):
         count = len(batch)
         if count == 2:
             return batch[0], batch[1], None
