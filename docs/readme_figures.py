@@ -40,7 +40,8 @@ def table(page: str) -> str:
     order = sorted(rows, key=lambda name: _number(rows[name][0]))
     lines = ["| a step by | CPU time ÷ a careful loop's | Python and C calls |", "|---|---|---|"]
     lines += [f"| {ROWS[name]} | {rows[name][0]} | {rows[name][1]} |" for name in order]
-    measured = re.search(r"^Measured (\S+): .*?(\d+ cores, load \S+), .*(torch [\d.]+)", page, re.M)
+    facts = r"^Measured (\S+): .*?(\d+ cores, load \S+), .*(torch [\d.]+)"
+    measured = re.search(facts, page[page.index("\n### step\n") :], re.M)
     assert measured, "docs/benchmarks.md says nowhere when it was measured"
     return "\n".join(lines) + f"\n\nMeasured {measured[1]} on {measured[2]}, {measured[3]}.\n"
 
