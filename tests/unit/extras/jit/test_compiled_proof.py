@@ -138,7 +138,7 @@ def test_a_step_that_gives_other_numbers_is_computed_as_written(case):
 def test_a_comparison_leaves_nothing_behind(middle, more):
     wanted = trained(middle, False, **more)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", "jit_compile")  # torch has warnings of its own
         found = trained(middle, TRACED, **more)
     assert_same(found, wanted)
     assert found[0]._fitkit.compiler.net.given_up is None
@@ -294,7 +294,7 @@ def test_copies_share_memory_as_their_originals_do():
 def test_nothing_is_compared_when_that_is_off(monkeypatch):
     monkeypatch.setattr(proof, "IS_ON", False)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", "jit_compile")  # torch has warnings of its own
         trained("plain", {"backend": "spoil_weight"})
 
 
