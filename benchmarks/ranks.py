@@ -48,9 +48,10 @@ from torch.distributed import (  # type: ignore[attr-defined]
 import fitkit
 from benchmarks.measuring import Row, Spread
 from fitkit.data.sources import make_source
-from fitkit.distributed.collectives import Solo, pack, unpack
+from fitkit.distributed.collectives import Solo
 from fitkit.extras.data_on_ranks.sharding import sharded
 from fitkit.extras.launchers.meeting import Meeting
+from fitkit.extras.launchers.process_group import pack, unpack
 from fitkit.extras.launchers.stores import REQUESTS_PER_S, PromptStore
 from fitkit.extras.launchers.watch import Failure, Watch
 from fitkit.training.log import _merged, noted_by

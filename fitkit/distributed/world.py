@@ -74,13 +74,6 @@ def in_own_group() -> bool:
     return bool(dist.is_initialized() and dist.group.WORLD is _own_group)
 
 
-def place_among(size: int) -> World | None:
-    """Return this process's place in the call that it is inside of, if that has so many ranks."""
-    if not in_own_group() or dist.get_world_size() != size:
-        return None
-    return World(dist.get_rank(), size, dist.get_rank())
-
-
 def users_store() -> Store | None:
     """Return the store of a group that the script made itself; None where there is none."""
     if dist.is_initialized() and not in_own_group() and not _abandoned:

@@ -19,10 +19,10 @@ from fitkit import trees
 from fitkit.accelerators import is_accelerator
 from fitkit.arguments import check_choice, check_count, check_flag, check_number
 from fitkit.errors import ConfigurationError
-from fitkit.extras.launchers.group import enter, leave
+from fitkit.extras.launchers.group import enter, leave, place_among
 from fitkit.extras.launchers.other_ranks import check_output, shows_all
 from fitkit.extras.launchers.ranks import RankLauncher
-from fitkit.seams.launchers import LAUNCHERS, InlineLauncher, Launcher, in_own_group, place_among
+from fitkit.seams.launchers import LAUNCHERS, InlineLauncher, Launcher, in_own_group
 from fitkit.seams.strategies import (
     Assignment,
     Collectives,

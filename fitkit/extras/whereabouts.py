@@ -165,6 +165,10 @@ WAITING = {
 """Files of Python's own library in which a thread waits."""
 
 
+EXCHANGES = "extras/launchers/process_group.py"
+"""The file of fitkit in which ranks exchange things."""
+
+
 def _is_waiting(frame: Frame) -> bool:
     name = os.path.basename(frame.file)
     return name in WAITING and frame.file.startswith(LIBRARIES) and not _in_packages(frame.file)
@@ -175,7 +179,7 @@ def _is_exchange(frame: Frame) -> bool:
         file = frame.file[len(TORCH) :].replace(os.sep, "/")
         return file.startswith("distributed/") or file == "nn/parallel/distributed.py"
     if frame.file.startswith(FITKIT):
-        return frame.file[len(FITKIT) :].replace(os.sep, "/") == "distributed/collectives.py"
+        return frame.file[len(FITKIT) :].replace(os.sep, "/") == EXCHANGES
     return False
 
 

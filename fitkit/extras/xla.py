@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from fitkit.errors import ConfigurationError, WorkerError
 from fitkit.extras.ddp import DDP
 from fitkit.extras.launchers.group import enter
+from fitkit.extras.launchers.process_group import ProcessGroup
 from fitkit.extras.xla_adapters import Adapter, adapter_of
 from fitkit.seams.machines import Machine, choose_kind
-from fitkit.seams.strategies import Assignment, Engine, ProcessGroup, Strategy, World, WrappedModel
+from fitkit.seams.strategies import Assignment, Engine, Strategy, World, WrappedModel
 
 
 class XLA(DDP):

@@ -20,13 +20,11 @@ Example:
 """
 
 from fitkit.distributed.launchers import LAUNCHERS, InlineLauncher, Launcher
-from fitkit.distributed.script_objects import is_of_script, script, take_part
 from fitkit.distributed.world import (
     abandon,
     in_own_group,
     is_abandoned,
     note_own_group,
-    place_among,
     users_store,
 )
 from fitkit.pickling import reduced_for_workers
@@ -40,12 +38,8 @@ __all__ = [
     "abandon",
     "in_own_group",
     "is_abandoned",
-    "is_of_script",
     "note_own_group",
-    "place_among",
     "reduced_for_workers",
-    "script",
     "silence_s",
-    "take_part",
     "users_store",
 ]

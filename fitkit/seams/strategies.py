@@ -30,13 +30,9 @@ Example:
 
 from fitkit.distributed.collectives import (
     Collectives,
-    ProcessGroup,
     Solo,
-    agree_on_key,
     done_by_rank_zero,
-    pack_gradients,
     together,
-    unpack_gradients,
 )
 from fitkit.distributed.in_place import (
     ModuleInPlace,
@@ -68,7 +64,6 @@ __all__ = [
     "Engine",
     "ModuleInPlace",
     "OptimizerInPlace",
-    "ProcessGroup",
     "ReplicatedModel",
     "SingleDevice",
     "Solo",
@@ -76,7 +71,6 @@ __all__ = [
     "Strategy",
     "World",
     "WrappedModel",
-    "agree_on_key",
     "as_parts",
     "done_by_rank_zero",
     "held_by",
@@ -84,10 +78,8 @@ __all__ = [
     "mean_by",
     "named_strategy",
     "norm_of",
-    "pack_gradients",
     "resolve_strategy",
     "together",
-    "unpack_gradients",
     "whole",
     "whole_on_host",
 ]

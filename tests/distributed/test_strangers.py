@@ -13,8 +13,7 @@ import torch
 
 import fitkit
 from fitkit.callbacks import LambdaCallback
-from fitkit.distributed import collectives
-from fitkit.extras.launchers import group
+from fitkit.extras.launchers import group, process_group
 from fitkit.extras.launchers.private_folder import private_folder
 from fitkit.extras.launchers.workers import end_workers
 from tests.limits import patience
@@ -179,7 +178,7 @@ def test_an_object_from_outside_the_run_is_refused_before_it_is_unpickled(tmp_pa
         """Rank 1's message as somebody would send it who doesn't know the run's key."""
         exchange = model._fitkit.compilation.strategy.collectives
         if os.getpid() != caller:
-            collectives._key = b"guessed"
+            process_group._key = b"guessed"
         exchange.gather(RunsCode(tmp_path) if exchange.rank else None)
 
     model = fitkit.Model(torch.nn.Linear(6, 3))

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from fitkit.distributed.collectives import pack, unpack
 from fitkit.extras.launchers.payload import Payload, load
+from fitkit.extras.launchers.process_group import pack, unpack
 from fitkit.tensors import bytes_of
 
 TENSORS = {

@@ -34,11 +34,11 @@ from fitkit.extras.jit.proof import MisfitError
 from fitkit.extras.jit.shapes import Shapes
 from fitkit.extras.jit.traced import TracedOwnStep, TracedStep
 from fitkit.extras.jit.tracing import OTHERS_LEARN, UncompiledError
+from fitkit.extras.launchers.process_group import pack_gradients, unpack_gradients
 from fitkit.random_states import kept_random_numbers
 from fitkit.seams.data import Batch
 from fitkit.seams.networks import Module
 from fitkit.seams.steps import Applier, CompiledStep, Logbook, Outcome, OwnStep, Update
-from fitkit.seams.strategies import pack_gradients, unpack_gradients
 
 MOST_BYTES = 2**26
 """How many bytes of batches a call of several steps copies to one place, at most."""

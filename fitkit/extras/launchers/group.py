@@ -20,9 +20,10 @@ from torch.distributed.distributed_c10d import Store
 
 from fitkit.accelerators import backends_for
 from fitkit.errors import WorkerError
+from fitkit.extras.launchers.process_group import ProcessGroup, agree_on_key
 from fitkit.extras.launchers.stores import PromptStore, meets_by_files
 from fitkit.seams.launchers import in_own_group, is_abandoned, note_own_group
-from fitkit.seams.strategies import Collectives, ProcessGroup, Solo, World, agree_on_key
+from fitkit.seams.strategies import Collectives, Solo, World
 
 NCCL_FAILURES = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """The variable that says what NCCL's watchdog does about a rank that has gone."""
@@ -126,6 +127,13 @@ def leave() -> None:
             os.environ[name] = before
     note_own_group(None)
     _group_store = None
+
+
+def place_among(size: int) -> World | None:
+    """Return this process's place in the call that it is inside of, if that has so many ranks."""
+    if not in_own_group() or dist.get_world_size() != size:
+        return None
+    return World(dist.get_rank(), size, dist.get_rank())
 
 
 def _groups_of_tensors() -> list[Any]:

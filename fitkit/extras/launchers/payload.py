@@ -24,7 +24,8 @@ import torch
 from torch.nn.utils import parametrize
 
 from fitkit.errors import ConfigurationError
-from fitkit.seams.launchers import is_of_script, reduced_for_workers
+from fitkit.extras.launchers.script_objects import is_of_script
+from fitkit.seams.launchers import reduced_for_workers
 from fitkit.seams.networks import REDUCERS
 from fitkit.tensors import bytes_of
 

@@ -32,6 +32,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from fitkit.accelerators import empty_cache
 from fitkit.errors import ConfigurationError, WorkerError
 from fitkit.extras.launchers import group
+from fitkit.extras.launchers.group import place_among
 from fitkit.extras.launchers.meeting_folder import MeetingFolder
 from fitkit.extras.launchers.other_ranks import end_own_session, end_with_parent
 from fitkit.extras.launchers.payload import Payload, load
@@ -42,9 +43,10 @@ from fitkit.extras.launchers.process import (
     share_of_cores,
 )
 from fitkit.extras.launchers.ranks import JoinsRanks, RankLauncher
+from fitkit.extras.launchers.script_objects import script, take_part
 from fitkit.extras.launchers.stores import Patience
 from fitkit.extras.launchers.watch import LAST_RESORT_S, Failure
-from fitkit.seams.launchers import in_own_group, place_among, script, take_part
+from fitkit.seams.launchers import in_own_group
 from fitkit.seams.strategies import World
 
 Result = TypeVar("Result")

@@ -28,8 +28,8 @@ from fitkit.extras.launchers.other_ranks import end_own_session, end_with_parent
 from fitkit.extras.launchers.payload import Payload
 from fitkit.extras.launchers.payload import load as load_payload
 from fitkit.extras.launchers.process import RankProcess, open_standard_files
+from fitkit.extras.launchers.script_objects import script, take_part
 from fitkit.random_states import kept_random_numbers
-from fitkit.seams.launchers import script, take_part
 from fitkit.seams.machines import Machine, usable_cores
 
 START_S = 120.0

@@ -94,7 +94,7 @@ PLACES = {
     "an exchange of fitkit's": (
         [
             ours("training/stopping.py", "agreed", 58),
-            ours("distributed/collectives.py", "sums"),
+            ours("extras/launchers/process_group.py", "sums"),
             *REDUCE,
         ],
         "exchange",
@@ -104,7 +104,7 @@ PLACES = {
         [
             users("on_epoch_end", Slow()),
             ours("model.py", "evaluate"),
-            ours("distributed/collectives.py", "gather"),
+            ours("extras/launchers/process_group.py", "gather"),
             *REDUCE,
         ],
         "exchange",
