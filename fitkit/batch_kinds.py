@@ -112,6 +112,14 @@ for _name in ("csr", "csc", "bsr", "bsc"):
 PLAIN = frozenset({tuple, list, dict, str, bytes, int, float, bool, type(None), torch.Tensor})
 
 
+def has_entries(batch: object) -> bool:
+    """Whether a batch is a tuple or list of entries, and not an entry of a kind of its own."""
+    kind = type(batch)
+    if kind is tuple or kind is list:
+        return True
+    return isinstance(batch, (tuple, list)) and kind_of(batch) is None
+
+
 def kind_of(entry: object) -> BatchKind | None:
     """Return the kind of an entry of a batch; None for tensors with rows, containers and others."""
     if isinstance(entry, torch.Tensor):

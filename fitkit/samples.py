@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from fitkit import trees
-from fitkit.batch_kinds import BatchKind, kind_of
+from fitkit.batch_kinds import BatchKind, has_entries, kind_of
 from fitkit.errors import warn
 
 SAYS = ("samples", "num_graphs", "batch_size")
@@ -124,14 +124,12 @@ def counted_in(x: Any, y: Any) -> Counted:
 
 def counted(batch: Any) -> Counted:
     """Return the samples of a batch: `(x, y)`, `(x, y, weight)`, or any other structure."""
-    kind = type(batch)
-    is_plain = kind is tuple or kind is list
-    is_batch = is_plain or (isinstance(batch, (tuple, list)) and kind_of(batch) is None)
-    if not is_batch or not 1 <= len(batch) <= MOST_PARTS:
+    if not has_entries(batch) or not 1 <= len(batch) <= MOST_PARTS:
         return _counted([("batch", batch)])
     has_target = len(batch) > 1
     # A list of one entry may be a list of samples.
-    if is_plain and (has_target or kind is tuple) and _agree(batch[has_target], batch[0]):
+    has_parts = type(batch) is tuple or (type(batch) is list and has_target)
+    if has_parts and _agree(batch[has_target], batch[0]):
         return Counted(batch[0].shape[0])
     if (number := said_by(batch)) is not None:
         return Counted(number)

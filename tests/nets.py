@@ -75,3 +75,16 @@ def with_adapter(seed=0, features=40):
     torch.manual_seed(seed + 100)
     net[0] = LoRA(net[0])
     return net
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows of anything, and their labels as Python's integers."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], int(self.y[index])

@@ -14,7 +14,7 @@ import torch
 
 from fitkit import trees
 from fitkit.arguments import dtype_name
-from fitkit.batch_kinds import kind_of
+from fitkit.batch_kinds import has_entries, kind_of
 from fitkit.data.draws import DataDraws, OrderNumbers, key_of_state
 from fitkit.errors import ConfigurationError, warn
 from fitkit.progress import Progress
@@ -241,9 +241,7 @@ def unpack_batch(batch: Any) -> tuple[Any, Any, Any]:
     Raises:
         ConfigurationError: a tuple or list of another length.
     """
-    kind = type(batch)
-    is_plain = kind is tuple or kind is list
-    if is_plain or (isinstance(batch, (tuple, list)) and kind_of(batch) is None):
+    if has_entries(batch):
         count = len(batch)
         if count == 2:
             return batch[0], batch[1], None

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fitkit
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from tests.nets import Rows
 from tests.reference import assert_same_weights, copied_state
 
 X = np.random.default_rng(0).normal(size=(20, 4)).astype("float32")
@@ -430,17 +431,6 @@ def test_a_monitored_name_that_does_not_exist_lists_those_that_do():
 # ---------------------------------------------------------------------- numbers of other kinds
 
 
-class Rows(torch.utils.data.Dataset):
-    def __init__(self, x):
-        self.x = x
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitem__(self, index):
-        return self.x[index], int(Y[index])
-
-
 LONG = X.astype(np.longdouble)
 MASKED = np.ma.masked_array(X, mask=X > 0)
 META = torch.empty(20, 4, device="meta")
@@ -457,8 +447,8 @@ PLACES = {
     "a later batch": lambda model, x: model.fit([(X, Y), (x, Y)], verbose=0),
     "a batch's y": lambda model, x: model.evaluate([(X, x)], verbose=0),
     "a batch's weights": lambda model, x: model.fit([(X, Y, x[:, 0])], verbose=0),
-    "a Dataset": lambda model, x: model.fit(Rows(x), verbose=0),
-    "a loader": lambda model, x: model.fit(DataLoader(Rows(x), 4), verbose=0),
+    "a Dataset": lambda model, x: model.fit(Rows(x, Y), verbose=0),
+    "a loader": lambda model, x: model.fit(DataLoader(Rows(x, Y), 4), verbose=0),
     "one batch": lambda model, x: model.train_on_batch(x, Y),
 }
 
@@ -485,7 +475,7 @@ def test_sparse_tensors_are_read_where_rows_can_be_chosen_and_else_refused():
             getattr(model, verb)(sparse.to_sparse_csr(), Y, verbose=0)
     with pytest.raises(ConfigurationError, match=r"sample_weight\.to_dense"):
         model.fit(X, Y, sample_weight=torch.ones(20).to_sparse(), verbose=0)
-    for data in (Rows(sparse), DataLoader(Rows(sparse), 4)):
+    for data in (Rows(sparse, Y), DataLoader(Rows(sparse, Y), 4)):
         with pytest.raises(ConfigurationError, match=r"Write \.to_dense\(\) in the Dataset"):
             model.fit(data, verbose=0)
 

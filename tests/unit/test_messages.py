@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import fitkit
 from fitkit.errors import ConfigurationError
+from tests.nets import Rows
 
 X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
 Y = np.arange(32) % 3
@@ -191,20 +192,9 @@ def as_loader(x):
     return DataLoader(TensorDataset(torch.from_numpy(x), torch.from_numpy(Y)), 8)
 
 
-class Rows(Dataset):
-    def __init__(self, x):
-        self.x = x
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitem__(self, index):
-        return self.x[index], int(Y[index])
-
-
 @pytest.mark.parametrize("run", [
     lambda x: trained(x=x), evaluated, lambda x: evaluated(as_loader(x), None),
-    lambda x: evaluated(Rows(x), None),
+    lambda x: evaluated(Rows(x, Y), None),
 ])  # fmt: skip
 def test_the_row_and_column_of_a_number_that_is_not_finite_are_named(run):
     message = said(lambda: run(with_nan()))

@@ -143,9 +143,10 @@ class Group:
     def update(self, gradients: Sequence[torch.Tensor], place: Place) -> None:
         """Make a step's update, from the gradients of all learning parameters; traced."""
         own = [gradients[place] for place in self.places]
-        rates = self.rates
-        rate = at(rates, place) if isinstance(place, torch.Tensor) else rates[place or 0]
-        in_loop = isinstance(place, torch.Tensor)
+        if in_loop := isinstance(place, torch.Tensor):
+            rate = at(self.rates, place)
+        else:
+            rate = self.rates[place or 0]
         if self._fused is not None and (not in_loop or len(own) >= FEWEST_TENSORS):
             self._fused(own, rate, in_loop=in_loop)
             return
