@@ -143,8 +143,8 @@ class _Pickler(cloudpickle.Pickler):
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if id(tensor) in self._shape_only and type(tensor) in (torch.Tensor, torch.nn.Parameter):
             is_parameter = type(tensor) is torch.nn.Parameter
-            described = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad, is_parameter)
-            return _hollow, described
+            place = tuple(tensor.shape), tensor.stride()  # DDP wants the same memory everywhere
+            return _hollow, (*place, tensor.dtype, tensor.requires_grad, is_parameter)
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
         if tensor.device.type != "cpu" and plain:
             return _moved, (tensor.detach().cpu(), tensor.requires_grad)
@@ -189,9 +189,13 @@ def _anonymous_file() -> int:
 
 
 def _hollow(
-    shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, is_parameter: bool
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    requires_grad: bool,
+    is_parameter: bool,
 ) -> torch.Tensor:
-    tensor = torch.empty(shape, dtype=dtype)
+    tensor = torch.empty_strided(shape, strides, dtype=dtype)
     if is_parameter:
         return torch.nn.Parameter(tensor, requires_grad=requires_grad)
     return tensor.requires_grad_(requires_grad)
