@@ -33,14 +33,7 @@ from fitkit.distributed.precision import Precision
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.fit_state import FitState
-from fitkit.guests import (
-    as_net,
-    as_ours,
-    guest_of,
-    model_kind,
-    opened_data,
-    warn_of_parts,
-)
+from fitkit.guests import as_net, as_ours, guest_of, meet_parts, model_kind, opened_data
 from fitkit.hooks import STAGES, check_callbacks, check_steps, overridden
 from fitkit.losses.class_weights import class_weights_of
 from fitkit.model_names import GivesWay, NotHere, check_attribute, check_definitions, public_names
@@ -1333,8 +1326,8 @@ def _prepared(model: Model, verb: str, arguments: Arguments) -> Arguments:
     found = _with_sources(model, verb, arguments)
     if (guest := guest_of(model)) is not None:
         guest.check(model)
-    elif not has_steps:
-        warn_of_parts(model)
+    else:
+        meet_parts(model, warns=not has_steps)
     _build(model, verb, lambda: first_inputs(found.source))
     return found
 

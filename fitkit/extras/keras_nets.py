@@ -38,7 +38,11 @@ from fitkit.seams.losses import Term
 from fitkit.seams.networks import Guest, Module
 from fitkit.seams.strategies import SingleDevice
 
-STEPS = ("train_step", "test_step", "predict_step", "compute_metrics")
+STEPS = (
+    *(f"{verb}_step" for verb in ("train", "test", "predict")),
+    *(f"make_{verb}_function" for verb in ("train", "test", "predict")),
+    "compute_metrics",
+)
 """The methods of a Keras model that only its own `fit` calls. `compute_loss` can be called."""
 
 ADDED = "added_loss"
@@ -223,10 +227,15 @@ class KerasNet(Guest):
                 f"The net has Keras's dtype policy {sorted(policies)[0]} and compile was given "
                 f"precision={precision!r}. Use one of the two."
             )
+        if any(getattr(variable, "overwrite_with_gradient", False) for variable in net.variables):
+            raise refusal(
+                "The net is quantized to float8, and Keras's own optimizer writes its scales. "
+                "Train it first, then call net.quantize('float8')."
+            )
         if "float16" in policies:
             raise refusal(
-                "Keras's policy mixed_float16 needs a loss scaled by Keras's own optimizer. Use "
-                "mixed_bfloat16, or a float32 net and compile(precision='16-mixed')."
+                "Keras's float16, as in mixed_float16, needs a loss scaled by its own optimizer. "
+                "Use mixed_bfloat16, or a float32 net and compile(precision='16-mixed')."
             )
         metrics = [metric.metric for metric in self.measured[True]]
         if metrics and has_steps(model):
