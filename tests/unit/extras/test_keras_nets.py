@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import threading
 
 import numpy as np
 import pytest
@@ -506,6 +507,23 @@ def test_workers_that_began_before_the_backend_was_chosen_take_part(monkeypatch)
         model.compile("sgd", "mse", **PROCESSES)
         model.fit(X, Y, verbose=0)
     same(fitted("constraints"), fitted("constraints", batch_size=8, **PROCESSES))
+
+
+class Locked(kl.Layer):
+    def __init__(self):
+        super().__init__()
+        self.guard = threading.Lock()
+
+    def call(self, inputs):
+        return inputs
+
+
+def test_what_of_a_network_can_t_be_sent_is_named():
+    model = compiled(sequential(kl.Dense(2), Locked()), **PROCESSES)
+    named = r"^model\.net\..*\.guard is a lock"
+    with pytest.raises(fitkit.ConfigurationError, match=named) as told:
+        model.fit(X, Y, verbose=0)
+    assert told.value.code == "FK046" and ".given" not in str(told.value)
 
 
 class Around(fitkit.Model):
