@@ -40,6 +40,9 @@ class Guest(nn.Module):
         super().__init__()
         vars(self)["given"] = given
 
+    def _get_name(self) -> str:
+        return type(self.given).__name__  # the user's network, in messages and tables
+
     @property
     def awaits_batch(self) -> bool:
         """Whether the network has no weights before its first batch, which hasn't come."""

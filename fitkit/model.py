@@ -1128,9 +1128,7 @@ class Model(Module):
         from fitkit.extras.summary import summarize
 
         net = self._weights_module()
-        return model_html(
-            type(net).__name__, self._fitkit.compilation.given.as_dict(), summarize(net)
-        )
+        return model_html(net._get_name(), self._fitkit.compilation.given.as_dict(), summarize(net))
 
     @only_known_arguments
     def save(self, path: FilePath) -> None:

@@ -202,8 +202,8 @@ class KerasNet(Guest):
             )
         if self.computes_loss and given.loss is not None:
             raise refusal(
-                f"{type(net).__name__} overrides Keras's compute_loss, and compile was given a "
-                "loss. Leave out one of the two."
+                f"{type(net).__name__} overrides Keras's compute_loss, which a loss given here "
+                "can't reach. Leave it out; super().compute_loss takes that of net.compile(loss=…)."
             )
         plain = isinstance(strategy, (SingleDevice, DDP)) and not isinstance(strategy, FSDP)
         if not plain or strategy.replicates:

@@ -675,8 +675,10 @@ def test_a_net_without_weights_is_built_by_a_resume_and_asks_for_a_batch_before_
     model.predict_on_batch(X[:1])
     model.load_weights(plain)
     assert max(differences(whole.net, model.net)) == 0
+    other = compiled(made("convolutions"))
     with pytest.raises(fitkit.CheckpointError, match="doesn't fit this Sequential"):
-        compiled(made("convolutions")).load_weights(plain)
+        other.load_weights(plain)
+    assert "Sequential" in repr(other)
 
 
 def test_names_that_the_user_gave_stay():
@@ -961,6 +963,11 @@ class OwnLoss(keras.Model):
         return ops.mean(ops.abs(y - y_pred)) * (2.0 if training else 1.0) + sum(self.losses)
 
 
+class OwnMore(OwnLoss):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return super(OwnLoss, self).compute_loss(x, y, y_pred, sample_weight, training) * 2
+
+
 class OwnStep(OwnLoss):
     def train_step(self, data):
         return {}
@@ -971,15 +978,15 @@ class OwnFunction(OwnLoss):
         return None
 
 
-def test_an_own_compute_loss_is_called():
+@pytest.mark.parametrize(("kind", "loss"), [(OwnLoss, None), (OwnMore, "mse")])
+def test_an_own_compute_loss_is_called(kind, loss):
     found = []
     for by_keras in (True, False):
         keras.utils.set_random_seed(1)
-        net = OwnLoss()
+        net = kind()
         model = net if by_keras else fitkit.Model(net)
-        if by_keras:
-            model.compile(keras.optimizers.SGD(0.05))
-        else:
+        net.compile(keras.optimizers.SGD(0.05), loss)  # which super().compute_loss takes
+        if not by_keras:
             model.compile("sgd", learning_rate=0.05)
         fitted = model.fit(
             X, Y, batch_size=16, epochs=2, shuffle=False, validation_data=(X, Y), verbose=0
@@ -1059,7 +1066,7 @@ def test_an_own_train_step_is_not_passed_over():
         fitkit.Model(OwnStep()).compile("sgd")
     with pytest.raises(fitkit.ConfigurationError, match="overrides Keras's make_train_function"):
         fitkit.Model(OwnFunction()).compile("sgd")
-    with pytest.raises(fitkit.ConfigurationError, match="compute_loss, and compile was given"):
+    with pytest.raises(fitkit.ConfigurationError, match="takes that of net.compile"):
         fitkit.Model(OwnLoss()).compile("sgd", "mse")
 
 
