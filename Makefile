@@ -87,7 +87,8 @@ test-with: with
 # What trains as in its own library, with that library as it is now. Nothing else of the test requirements comes along: what needs
 # more is skipped.
 NEWEST := $(OTHER)/newest
-PEERS_TESTS := $(addprefix tests/unit/extras/test_, lightning_programs.py lightning_nets.py lightning_data.py keras_nets.py keras_hub.py)
+PEERS_TESTS := $(addprefix tests/unit/extras/test_, lightning_programs.py lightning_hooks.py lightning_nets.py \
+    lightning_data.py lightning_files.py keras_nets.py keras_hub.py)
 # keras-hub brings TensorFlow, which Keras would prefer.
 test-with-newest: export KERAS_BACKEND := torch
 test-with-newest: export TF_CPP_MIN_LOG_LEVEL := 3
