@@ -1323,7 +1323,7 @@ def _prepared(model: Model, verb: str, arguments: Arguments) -> Arguments:
         model.forward()  # says what is missing
     found = _with_sources(model, verb, arguments)
     if (guest := guest_of(model)) is not None:
-        guest.check(model)
+        guest.check(model, verb)
     else:
         meet_parts(model, warns=not has_steps)
     _build(model, verb, lambda: first_inputs(found.source))

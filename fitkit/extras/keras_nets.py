@@ -188,12 +188,13 @@ class KerasNet(Guest):
         self._find_variables()  # the network may have been called since
         return not (self.is_built or self.given._called)
 
-    def check(self, model: Any) -> None:
+    def check(self, model: Any, verb: str = "fit") -> None:
         given = model._fitkit.compilation.given
         strategy = model._fitkit.compilation.strategy
         net = self.given
         vars(self)["has_loss"] = given.loss is not None
-        own = [name for name in STEPS if is_own(net, name)]
+        learns = verb != "predict"
+        own = [name for name in STEPS if is_own(net, name) and (learns or "predict" in name)]
         if own and not has_steps(model):
             raise refusal(
                 f"{type(net).__name__} overrides Keras's {own[0]}, which only Keras's own fit "
@@ -227,12 +228,13 @@ class KerasNet(Guest):
                 f"The net has Keras's dtype policy {sorted(policies)[0]} and compile was given "
                 f"precision={precision!r}. Use one of the two."
             )
-        if any(getattr(variable, "overwrite_with_gradient", False) for variable in net.variables):
+        written = [v for v in net.variables if getattr(v, "overwrite_with_gradient", False)]
+        if learns and written:
             raise refusal(
                 "The net is quantized to float8, and Keras's own optimizer writes its scales. "
                 "Train it first, then call net.quantize('float8')."
             )
-        if "float16" in policies:
+        if learns and "float16" in policies:
             raise refusal(
                 "Keras's float16, as in mixed_float16, needs a loss scaled by its own optimizer. "
                 "Use mixed_bfloat16, or a float32 net and compile(precision='16-mixed')."

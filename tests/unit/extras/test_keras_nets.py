@@ -1076,6 +1076,16 @@ def test_scales_that_keras_s_optimizer_would_write_are_said():
     net.quantize("float8")
     with pytest.raises(fitkit.ConfigurationError, match="quantized to float8"):
         compiled(net)
+    with pytest.raises(fitkit.ConfigurationError, match="quantized to float8"):
+        fitkit.Model(net).fit(X, Y, verbose=0)
+
+
+def test_what_only_training_lacks_is_no_matter_to_predictions():
+    net = OwnStep()
+    model = fitkit.Model(net)
+    expected = net.predict(X, verbose=0)
+    assert np.allclose(model.predict(X, verbose=0), expected, atol=1e-6)
+    assert np.allclose(model.predict_on_batch(X), expected, atol=1e-6)
 
 
 def test_data_that_are_read_once_build_no_network():
