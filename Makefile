@@ -5,7 +5,7 @@
 #   make test-all    with the slow tests, which take some ten minutes more
 #   make test-with   the fast tests with another Python or torch, all else the newest: PYTHON=3.12 TORCH=2.10
 #                    ARGS='$(SAMPLE)' for one or two minutes of them; make with PYTHON=… only for the environment
-#   make test-with-newest   the LightningModules and Keras networks of the tests with the newest lightning and keras on the index
+#   make test-with-newest   the LightningModules and Keras networks of the tests with the newest lightning, keras and keras-hub on the index
 #                    TORCH=2.13.0+cpu takes that very build of torch
 #   make test-engines   DeepSpeed, Horovod, torch_tpu and Ray for real, each in an environment of its own (Horovod is compiled: half an hour)
 #   make test-cluster   across two "hosts" (network namespaces: Linux, root)
@@ -87,11 +87,15 @@ test-with: with
 # What trains as in its own library, with that library as it is now. Nothing else of the test requirements comes along: what needs
 # more is skipped.
 NEWEST := $(OTHER)/newest
-PEERS_TESTS := $(addprefix tests/unit/extras/test_, lightning_programs.py lightning_nets.py lightning_data.py keras_nets.py)
+PEERS_TESTS := $(addprefix tests/unit/extras/test_, lightning_programs.py lightning_hooks.py lightning_nets.py \
+    lightning_data.py lightning_files.py keras_nets.py keras_hub.py)
+# keras-hub brings TensorFlow, which Keras would prefer.
+test-with-newest: export KERAS_BACKEND := torch
+test-with-newest: export TF_CPP_MIN_LOG_LEVEL := 3
 test-with-newest: $(UV)
 	@$(UV) venv --quiet --allow-existing --python $(or $(PYTHON),python3) $(NEWEST)
-	@$(UV) pip install --quiet --upgrade --python $(NEWEST) "torch$(if $(TORCH),==$(TORCH))" lightning keras pytest pytest-timeout pytest-xdist -e .
-	@$(NEWEST)/bin/python -c 'from importlib.metadata import version as v; print("[test-with-newest]", *(f"{n} {v(n)}" for n in ("lightning", "keras", "torch")))'
+	@$(UV) pip install --quiet --upgrade --python $(NEWEST) "torch$(if $(TORCH),==$(TORCH))" lightning keras keras-hub pytest pytest-timeout pytest-xdist -e .
+	@$(NEWEST)/bin/python -c 'from importlib.metadata import version as v; print("[test-with-newest]", *(f"{n} {v(n)}" for n in ("lightning", "keras", "keras-hub", "torch")))'
 	@$(NEWEST)/bin/python -m pytest $(SIDE_BY_SIDE) $(PEERS_TESTS) $(ARGS)
 
 coverage: $(STAMP)

@@ -385,8 +385,8 @@ def chosen_verbose(verbose: int | str) -> int | str:
 
 TARGET_NAMES = frozenset({"y_true", "y", "true", "truth", "target", "targets", "label", "labels"})
 PREDICTION_NAMES = frozenset({
-    "y_pred", "y_hat", "y_score", "prediction", "predictions", "pred", "preds", "output",
-    "outputs", "input", "logits",
+    "y_pred", "y_hat", "yhat", "y_score", "prediction", "predictions", "pred", "preds", "output",
+    "outputs", "input", "inputs", "logits",
 })  # fmt: skip
 
 

@@ -40,16 +40,21 @@ class Guest(nn.Module):
         super().__init__()
         vars(self)["given"] = given
 
+    def _get_name(self) -> str:
+        return type(self.given).__name__  # the user's network, in messages and tables
+
     @property
     def awaits_batch(self) -> bool:
         """Whether the network has no weights before its first batch, which hasn't come."""
         return False
 
-    def check(self, model: nn.Module) -> None:
+    def check(self, model: nn.Module, verb: str = "fit") -> None:
         """Refuse settings that the network can't be trained with.
 
         Args:
             model: with its compiled settings.
+            verb: what is called: `"fit"`, which stands for `compile`, too, `"evaluate"` or
+                `"predict"`.
 
         Raises:
             ConfigurationError: with what to write instead.
@@ -230,17 +235,24 @@ def as_net(value: object) -> Any:
     return value if package is None else GUESTS[package](value)
 
 
-def warn_of_parts(model: nn.Module) -> None:
-    """Say that a torch module has layers of another library inside, which fitkit doesn't tell
-    what they do otherwise in training."""
+def meet_parts(model: nn.Module, *, warns: bool) -> None:
+    """Get ready for layers of another library inside a torch module: workers get them whole.
+
+    Args:
+        warns: whether to say that nobody tells these layers what they do otherwise in training.
+    """
     if not any(package in sys.modules for package in GUESTS):
         return
     part = next((part for part in model.modules() if package_of(part) is not None), None)
-    if part is not None:
+    package = package_of(part)
+    if package is None:
+        return
+    GUESTS[package]  # its import says how the library's objects travel
+    if warns:
         warn_once(
-            f"The net has the {package_of(part)} layer {type(part).__name__} inside a torch "
-            "module. It infers unless it is called with training=self.training, and what it adds "
-            "to the loss is left out. A net that is of Keras as a whole trains as in Keras."
+            f"The net has the {package} layer {type(part).__name__} inside a torch module. It "
+            "infers unless it is called with training=self.training, and what it adds to the loss "
+            "is left out. A net that is of Keras as a whole trains as in Keras."
         )
 
 

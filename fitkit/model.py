@@ -33,14 +33,7 @@ from fitkit.distributed.precision import Precision
 from fitkit.distributed.strategies import Strategy
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.fit_state import FitState
-from fitkit.guests import (
-    as_net,
-    as_ours,
-    guest_of,
-    model_kind,
-    opened_data,
-    warn_of_parts,
-)
+from fitkit.guests import as_net, as_ours, guest_of, meet_parts, model_kind, opened_data
 from fitkit.hooks import STAGES, check_callbacks, check_steps, overridden
 from fitkit.losses.class_weights import class_weights_of
 from fitkit.model_names import GivesWay, NotHere, check_attribute, check_definitions, public_names
@@ -1135,9 +1128,7 @@ class Model(Module):
         from fitkit.extras.summary import summarize
 
         net = self._weights_module()
-        return model_html(
-            type(net).__name__, self._fitkit.compilation.given.as_dict(), summarize(net)
-        )
+        return model_html(net._get_name(), self._fitkit.compilation.given.as_dict(), summarize(net))
 
     @only_known_arguments
     def save(self, path: FilePath) -> None:
@@ -1332,9 +1323,9 @@ def _prepared(model: Model, verb: str, arguments: Arguments) -> Arguments:
         model.forward()  # says what is missing
     found = _with_sources(model, verb, arguments)
     if (guest := guest_of(model)) is not None:
-        guest.check(model)
-    elif not has_steps:
-        warn_of_parts(model)
+        guest.check(model, verb)
+    else:
+        meet_parts(model, warns=not has_steps)
     _build(model, verb, lambda: first_inputs(found.source))
     return found
 

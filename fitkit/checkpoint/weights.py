@@ -93,7 +93,7 @@ class Matching:
         if problems:
             advice = f", or load its weights by load_weights with {' and '.join(remedies)}"
             raise CheckpointError(
-                f"{path} doesn't fit this {type(module).__name__}; nothing was loaded."
+                f"{path} doesn't fit this {module._get_name()}; nothing was loaded."
                 f"{''.join(problems)}\n"
                 f"{self._prefix_hint()}Load it into the module that it was saved from"
                 f"{advice if self.fitting else ': this one has no tensor of it'}.",
@@ -460,7 +460,7 @@ def _expected(module: torch.nn.Module) -> dict[str, Any]:
     """Return the module's state dict, where all of it has values that can be replaced."""
     if isinstance(module, Guest) and module.awaits_batch:
         raise ConfigurationError(
-            f"{type(module.given).__name__} has no weights before its first batch, so nothing "
+            f"{module._get_name()} has no weights before its first batch, so nothing "
             "says which fit. Call it on one, as net(x[:1]) or model.predict_on_batch(x[:1]), then "
             "load."
         )
@@ -529,7 +529,7 @@ def _assign(
         module.load_state_dict(state, strict=decides)
     except Exception as error:
         raise CheckpointError(
-            f"{path} fits {type(module).__name__} by names and shapes, but the module's own "
+            f"{path} fits {module._get_name()} by names and shapes, but the module's own "
             f"loading failed ({type(error).__name__}: {error}). Some of its weights may have been "
             "replaced: build it again before you continue."
         ) from error

@@ -38,7 +38,11 @@ from fitkit.seams.losses import Term
 from fitkit.seams.networks import Guest, Module
 from fitkit.seams.strategies import SingleDevice
 
-STEPS = ("train_step", "test_step", "predict_step", "compute_metrics")
+STEPS = (
+    *(f"{verb}_step" for verb in ("train", "test", "predict")),
+    *(f"make_{verb}_function" for verb in ("train", "test", "predict")),
+    "compute_metrics",
+)
 """The methods of a Keras model that only its own `fit` calls. `compute_loss` can be called."""
 
 ADDED = "added_loss"
@@ -184,12 +188,13 @@ class KerasNet(Guest):
         self._find_variables()  # the network may have been called since
         return not (self.is_built or self.given._called)
 
-    def check(self, model: Any) -> None:
+    def check(self, model: Any, verb: str = "fit") -> None:
         given = model._fitkit.compilation.given
         strategy = model._fitkit.compilation.strategy
         net = self.given
         vars(self)["has_loss"] = given.loss is not None
-        own = [name for name in STEPS if is_own(net, name)]
+        learns = verb != "predict"
+        own = [name for name in STEPS if is_own(net, name) and (learns or "predict" in name)]
         if own and not has_steps(model):
             raise refusal(
                 f"{type(net).__name__} overrides Keras's {own[0]}, which only Keras's own fit "
@@ -198,8 +203,8 @@ class KerasNet(Guest):
             )
         if self.computes_loss and given.loss is not None:
             raise refusal(
-                f"{type(net).__name__} overrides Keras's compute_loss, and compile was given a "
-                "loss. Leave out one of the two."
+                f"{type(net).__name__} overrides Keras's compute_loss, which a loss given here "
+                "can't reach. Leave it out; super().compute_loss takes that of net.compile(loss=…)."
             )
         plain = isinstance(strategy, (SingleDevice, DDP)) and not isinstance(strategy, FSDP)
         if not plain or strategy.replicates:
@@ -223,10 +228,16 @@ class KerasNet(Guest):
                 f"The net has Keras's dtype policy {sorted(policies)[0]} and compile was given "
                 f"precision={precision!r}. Use one of the two."
             )
-        if "float16" in policies:
+        written = [v for v in net.variables if getattr(v, "overwrite_with_gradient", False)]
+        if learns and written:
             raise refusal(
-                "Keras's policy mixed_float16 needs a loss scaled by Keras's own optimizer. Use "
-                "mixed_bfloat16, or a float32 net and compile(precision='16-mixed')."
+                "The net is quantized to float8, and Keras's own optimizer writes its scales. "
+                "Train it first, then call net.quantize('float8')."
+            )
+        if learns and "float16" in policies:
+            raise refusal(
+                "Keras's float16, as in mixed_float16, needs a loss scaled by its own optimizer. "
+                "Use mixed_bfloat16, or a float32 net and compile(precision='16-mixed')."
             )
         metrics = [metric.metric for metric in self.measured[True]]
         if metrics and has_steps(model):

@@ -55,18 +55,26 @@ def translated(argument: str, value: Any) -> Any:
 
 def optimizer_like(optimizer: Any) -> partial[Any]:
     """torch's optimizer of the same updates."""
-    name = type(optimizer).__name__.lower()
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ConfigurationError(
+            "keras.optimizers.LossScaleOptimizer scales the loss, which fitkit does for "
+            "compile(precision='16-mixed'). Give compile the optimizer inside it.",
+            code="FK082",
+        )
+    kinds = type(optimizer).__mro__
+    name = kinds[0].__name__.lower()
     unusual = [setting for setting in UNUSUAL if getattr(optimizer, setting, None)]
     rate = optimizer._learning_rate
     is_number = not isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
-    is_keras_s = name == "sgd" and type(optimizer).__module__.startswith("keras.")
-    if is_keras_s and is_number and not unusual:
+    is_keras_s = kinds[0].__module__.startswith("keras.")
+    if is_keras_s and name == "sgd" and is_number and not unusual:
         momentum, nesterov = float(optimizer.momentum), bool(optimizer.nesterov)
         return partial(torch.optim.SGD, lr=float(rate), momentum=momentum, nesterov=nesterov)
-    what = f"keras.optimizers.{type(optimizer).__name__}"
+    what = f"keras.optimizers.{kinds[0].__name__}" if is_keras_s else kinds[0].__name__
     if unusual:
         what = f"{what} with {unusual[0]}"
-    name = name if name in OPTIMIZERS else "adam"
+    names = [kind.__name__.lower() for kind in kinds if kind.__name__.lower() in OPTIMIZERS]
+    name = names[0] if names else "adam"
     shown = f", learning_rate={float(rate):g}" if is_number else ", lr_scheduler=…"
     raise ConfigurationError(
         f"{what} makes other updates than torch's optimizers. Write compile({name!r}{shown}) with "
@@ -94,7 +102,9 @@ def loss_like(loss: Any) -> Callable[[Any, Any], torch.Tensor]:
         with keras.device(str(prediction.device)):
             pair = [keras.ops.convert_to_tensor(one, loss.dtype) for one in (target, prediction)]
             found: torch.Tensor = loss.call(*pair)
-        return found
+        mask = getattr(prediction, "_keras_mask", None)
+        # A mean that the loss takes itself, perhaps over what it masks: the mask changes nothing.
+        return found if found.ndim or mask is None else found.expand(mask.shape)
 
     values.__name__ = loss.name or type(loss).__name__
     return values
@@ -105,7 +115,8 @@ def metric_like(metric: Any) -> Callable[[Any, Any], torch.Tensor]:
     if not isinstance(metric, keras.metrics.MeanMetricWrapper):
         known = type(metric).__name__
         name = known.lower()
-        advice = f"metrics=[{name!r}]" if name in METRICS else "a torchmetrics object"
+        is_named = name in METRICS and _is_as_by_default(metric)
+        advice = f"metrics=[{name!r}]" if is_named else "a torchmetrics object"
         raise ConfigurationError(
             f"keras.metrics.{known} collects batches itself, and fitkit can't join what several "
             f"processes collected by it. Write {advice}.",
@@ -120,3 +131,13 @@ def metric_like(metric: Any) -> Callable[[Any, Any], torch.Tensor]:
 
     values.__name__ = metric.name
     return values
+
+
+def _is_as_by_default(metric: Any) -> bool:
+    """Whether a metric was made without settings, so that its name says all."""
+    try:
+        plain = type(metric)().get_config()
+    except TypeError:
+        return False
+    found: bool = plain == {**metric.get_config(), "name": plain.get("name")}
+    return found

@@ -17,10 +17,11 @@ from keras.src.trainers.compile_utils import is_binary_or_sparse_categorical
 
 from fitkit import trees
 from fitkit.arguments import callable_name, check_takes_pair
-from fitkit.extras.keras_objects import loss_like
+from fitkit.extras.keras_objects import loss_like, metric_like
+from fitkit.seams.losses import LOSSES
 from fitkit.seams.metrics import METRICS, Mean, MetricSpec, Named, as_given
 
-TORCHS = ("fitkit", "torch", "torchmetrics")
+TORCHS = ("fitkit", "torch", "torchaudio", "torchmetrics", "torchvision")
 """Packages whose functions take the prediction first, wherever they are given."""
 
 ACCURACIES = ("accuracy", "acc")
@@ -37,6 +38,10 @@ def meant(argument: str, value: Any) -> Any:
 
 
 def _of_loss(loss: Any) -> Any:
+    if isinstance(loss, str) and loss not in LOSSES:
+        loss = _by_keras(keras.losses.get, loss)  # "dice"
+    if isinstance(loss, keras.losses.Loss):
+        return loss_like(loss)
     if not _takes_target_first(loss, "loss"):
         return loss
     return loss_like(LossFunctionWrapper(loss, name=callable_name(loss)))
@@ -45,7 +50,20 @@ def _of_loss(loss: Any) -> Any:
 def _of_metric(metric: Any) -> Any:
     if isinstance(metric, str) and metric.strip().lower() in ACCURACIES:
         return MetricSpec(metric.strip(), Named(_accuracy, weightable=True), weighted=False)
+    if isinstance(metric, str) and metric not in METRICS:
+        found = _by_keras(keras.metrics.get, metric)  # "categorical_hinge"
+        if isinstance(found, keras.metrics.MeanMetricWrapper):
+            found.name = metric
+            return metric_like(found)
     return _target_first(metric) if _takes_target_first(metric, "metric") else metric
+
+
+def _by_keras(get: Callable[[str], Any], name: str) -> Any:
+    """Return what Keras has by a name; the name where it has nothing that comes without more."""
+    try:
+        return get(name)
+    except (TypeError, ValueError):
+        return name
 
 
 def _takes_target_first(value: Any, kind: str) -> bool:

@@ -355,7 +355,7 @@ def _all_rows(
     children = {} if reused else {n: c for n, c in module._modules.items() if c is not None}
     yield Row(
         name=name,
-        type=type(module).__name__,
+        type=module._get_name(),
         level=level,
         output=watch.shapes.get(module, ""),
         parameters=None if any(map(is_lazy, new)) else sum(p.numel() for p in new),

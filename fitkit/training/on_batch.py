@@ -315,16 +315,17 @@ def _batch_facts(batch: tuple[Any, ...]) -> list[Any]:
 
 
 def _ready(
-    model: Module, kept: KeptStep | None, arrays: tuple[Any, ...]
+    model: Module, verb: str, kept: KeptStep | None, arrays: tuple[Any, ...]
 ) -> tuple[KeptStep | None, tuple[Any, ...]]:
     """Return a kept step with its model, or None if it is no longer valid; and the batch's tensors.
 
     Args:
+        verb: the verb of which this is a batch.
         arrays: the batch's inputs, targets and weights, as the user gave them.
     """
     if kept is None or not kept.holds(model):
         if (guest := guest_of(model)) is not None:
-            guest.check(model)
+            guest.check(model, verb)
             guest.prepare(lambda: arrays[0])
         dtype = model._fitkit.compilation.strategy.precision.input_dtype(model)
         return None, as_batch(arrays, dtype)
@@ -370,7 +371,7 @@ def fit_batch(
     kept = steps.take("training") if class_weights is None else None
     losses = model._fitkit.compilation.trained(model).losses.values()
     with in_use(model, "train_on_batch", alone=True), surroundings(model, "train_on_batch"):
-        kept, batch = _ready(model, kept, arrays)
+        kept, batch = _ready(model, "fit", kept, arrays)
         modules = None if kept is None else modules_of(model, *losses)
         with unchanged_on_error(model, modules):
             if kept is None:
@@ -409,7 +410,7 @@ def evaluate_batch(model: Module, arrays: tuple[Any, ...]) -> dict[str, Any]:
     steps, stage = model._fitkit.kept_steps, evaluation_stage(model) or "test"
     assert type(steps) is KeptSteps
     with computing(model, "test_on_batch") as modules, surroundings(model, "test_on_batch"):
-        kept, batch = _ready(model, steps.take("test"), arrays)
+        kept, batch = _ready(model, "evaluate", steps.take("test"), arrays)
         if kept is None:
             place(model)
             kept = KeptStep("test", step_for(model, stage))
@@ -429,7 +430,7 @@ def predict_batch(model: Module, x: Tree) -> Any:
     steps, arrays = model._fitkit.kept_steps, (x, None, None)
     assert type(steps) is KeptSteps
     with computing(model, "predict_on_batch") as modules, surroundings(model, "predict_on_batch"):
-        kept, batch = _ready(model, steps.take("predict"), arrays)
+        kept, batch = _ready(model, "predict", steps.take("predict"), arrays)
         if kept is None:
             place(model)
             kept = KeptStep("predict", step_for(model, "predict"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from fitkit.callbacks import Callback
@@ -27,6 +27,9 @@ BATCH_HOOKS = (*SHORT_NAMES, *SHORT_NAMES.values())
 
 LIBRARIES = frozenset({"builtins", "fitkit", "keras", "lightning", "pytorch_lightning", "torch"})
 """Packages whose classes don't stop a training by themselves."""
+
+METHODS = (MethodType, staticmethod, classmethod)
+"""What holds a function."""
 
 
 class Stopping:
@@ -101,7 +104,8 @@ def _functions(values: Iterable[Any]) -> Iterator[FunctionType]:
     for value in values:
         parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
         for part in parts:
-            function = getattr(part, "__func__", part)  # of a method, static or not
+            # Asked for an attribute, a library's stand-in for a module would import it.
+            function = part.__func__ if isinstance(part, METHODS) else part
             if isinstance(function, FunctionType):
                 yield function
 

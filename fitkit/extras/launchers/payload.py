@@ -15,7 +15,7 @@ import mmap
 import os
 import pickle
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import cloudpickle
@@ -26,7 +26,7 @@ from torch.nn.utils import parametrize
 from fitkit.errors import ConfigurationError
 from fitkit.extras.launchers.script_objects import is_of_script
 from fitkit.seams.launchers import reduced_for_workers
-from fitkit.seams.networks import REDUCERS
+from fitkit.seams.networks import REDUCERS, Guest
 from fitkit.tensors import bytes_of
 
 SHARED_FROM_BYTES = 2**20
@@ -143,8 +143,8 @@ class _Pickler(cloudpickle.Pickler):
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if id(tensor) in self._shape_only and type(tensor) in (torch.Tensor, torch.nn.Parameter):
             is_parameter = type(tensor) is torch.nn.Parameter
-            described = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad, is_parameter)
-            return _hollow, described
+            place = tuple(tensor.shape), tensor.stride()  # DDP wants the same memory everywhere
+            return _hollow, (*place, tensor.dtype, tensor.requires_grad, is_parameter)
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
         if tensor.device.type != "cpu" and plain:
             return _moved, (tensor.detach().cpu(), tensor.requires_grad)
@@ -189,9 +189,13 @@ def _anonymous_file() -> int:
 
 
 def _hollow(
-    shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, is_parameter: bool
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    requires_grad: bool,
+    is_parameter: bool,
 ) -> torch.Tensor:
-    tensor = torch.empty(shape, dtype=dtype)
+    tensor = torch.empty_strided(shape, strides, dtype=dtype)
     if is_parameter:
         return torch.nn.Parameter(tensor, requires_grad=requires_grad)
     return tensor.requires_grad_(requires_grad)
@@ -235,10 +239,11 @@ def _unsendable(parts: Mapping[str, Any], error: Exception) -> ConfigurationErro
 def _culprit(value: Any, path: str, seen: set[int], depth: int) -> tuple[str, Any]:
     """Return the deepest part of a value that can't be pickled, and the way to it."""
     seen.add(id(value))
-    if depth < 12:
-        for step, part in _parts(value):
-            if id(part) not in seen and not _sendable(part):
-                return _culprit(part, path + step, seen, depth + 1)
+    parts = list(_parts(value))
+    beside = {id(part) for _, part in parts}  # each is looked at by itself
+    for step, part in parts if depth < 12 else ():
+        if id(part) not in seen and not _sendable(part, (seen | beside) - {id(part)}):
+            return _culprit(part, path + step, seen, depth + 1)
     return path, value
 
 
@@ -249,9 +254,10 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{index}]", part) for index, part in enumerate(value))
     if isinstance(value, torch.nn.Module):
         yield from ((f".{name}", child) for name, child in value.named_children())
-    for name, part in getattr(value, "__dict__", {}).items():
+    for name, part in _state(value).items():
         if name not in ("_modules", "_parameters", "_buffers"):
-            yield f".{name}", part
+            # To the user, a guest is the network that it stands for.
+            yield "" if isinstance(value, Guest) and name == "given" else f".{name}", part
     for variable, cell in zip(
         getattr(getattr(value, "__code__", None), "co_freevars", ()),
         getattr(value, "__closure__", None) or (),
@@ -260,13 +266,37 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield f" (its variable {variable})", cell.cell_contents
 
 
-def _sendable(part: Any) -> bool:
+def _state(value: Any) -> Mapping[str, Any]:
+    """Return the attributes of an object that travel."""
+    if hasattr(type(value), "_state_for_ranks"):
+        state = value._state_for_ranks(None)
+    else:
+        reduced = reduced_for_workers(value)
+        state = getattr(value, "__dict__", {}) if reduced is None else (*reduced, None)[2]
+    if isinstance(state, tuple) and state:  # a container's attributes, and its content
+        state = state[0]
+    return state if isinstance(state, Mapping) else {}
+
+
+def _sendable(part: Any, seen: Container[int] = ()) -> bool:
+    """Whether a part can be pickled, apart from what it has of those on the way to it."""
     files: list[int] = []
     try:
-        _Pickler(io.BytesIO(), set(), files).dump(part)
+        _Probe(io.BytesIO(), files, seen).dump(part)
     except Exception:
         return False
     finally:
         for file in files:
             os.close(file)
     return True
+
+
+class _Probe(_Pickler):
+    """Passes over some objects, by their ids."""
+
+    def __init__(self, buffer: io.BytesIO, files: list[int], seen: Container[int]) -> None:
+        super().__init__(buffer, set(), files)
+        self._seen = seen
+
+    def persistent_id(self, value: Any) -> int | None:
+        return 0 if id(value) in self._seen else None

@@ -351,7 +351,7 @@ def hyperparameters_of(model: Module, params: dict[str, Any]) -> dict[str, Any]:
         "learning_rate": rate_of(model),
         **plain_settings({name: params.get(name) for name in ("epochs", "batch_size")}),
         "world_size": model.world_size,
-        "net": type(net).__name__,
+        "net": net._get_name(),
         "parameters": sum(p.numel() for p in net.parameters() if not is_lazy(p)),
     }
 

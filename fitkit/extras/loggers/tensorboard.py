@@ -357,7 +357,7 @@ def _copied(net: nn.Module) -> nn.Module:
 def _listed(net: nn.Module) -> list[Any]:
     """Make a node for each module that contains no other modules."""
     return [
-        _node(name.replace(".", "/") or type(net).__name__, type(module).__name__, [])
+        _node(name.replace(".", "/") or net._get_name(), module._get_name(), [])
         for name, module in net.named_modules()
         if not any(module.children())
     ]

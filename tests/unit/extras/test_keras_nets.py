@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import threading
 
 import numpy as np
 import pytest
@@ -400,6 +401,38 @@ def test_labels_of_a_masked_network_count_as_in_keras():
         assert logs[name] == pytest.approx(expected[name], abs=1e-5)
 
 
+def over_classes(y_true, y_pred):
+    """A mean that a user takes over what counts, where the network's mask says so, too."""
+    values = keras.losses.sparse_categorical_crossentropy(y_true, y_pred)
+    counts = ops.cast(y_true > 0, values.dtype)
+    return ops.sum(values * counts) / ops.sum(counts)
+
+
+@pytest.mark.parametrize(
+    ("loss", "units", "y"),
+    [
+        (over_classes, 3, TOKENS % 3),
+        ("dice", 1, (numbers(ROWS, 6, 1) > 0) * 1.0),  # Keras's, which no name of ours has
+    ],
+)
+def test_a_loss_that_is_one_number_for_a_batch_is_keras_s_also_with_a_mask(loss, units, y):
+    found = []
+    for by_keras in (True, False):
+        keras.utils.set_random_seed(2)
+        last = kl.Dense(units, "softmax" if units > 1 else "sigmoid")
+        net = keras.Sequential([kl.Embedding(13, 4, mask_zero=True), last])
+        model = net if by_keras else fitkit.Model(net)
+        metrics = ["categorical_hinge"] if units == 1 else []
+        model.compile(keras.optimizers.SGD(**RATE), loss, metrics=metrics)
+        logs = model.fit(ENDING, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+        found.append((net, logs))
+    (theirs, expected), (ours, logs) = found
+    assert max(differences(theirs, ours)) < 1e-5
+    assert logs.keys() == expected.keys()
+    for name in expected:
+        assert logs[name] == pytest.approx(expected[name], abs=1e-5)
+
+
 # ---------------------------------------------------------------------- cut in parts
 
 
@@ -474,6 +507,47 @@ def test_workers_that_began_before_the_backend_was_chosen_take_part(monkeypatch)
         model.compile("sgd", "mse", **PROCESSES)
         model.fit(X, Y, verbose=0)
     same(fitted("constraints"), fitted("constraints", batch_size=8, **PROCESSES))
+
+
+class Locked(kl.Layer):
+    def __init__(self):
+        super().__init__()
+        self.guard = threading.Lock()
+
+    def call(self, inputs):
+        return inputs
+
+
+def test_what_of_a_network_can_t_be_sent_is_named():
+    model = compiled(sequential(kl.Dense(2), Locked()), **PROCESSES)
+    named = r"^model\.net\..*\.guard is a lock"
+    with pytest.raises(fitkit.ConfigurationError, match=named) as told:
+        model.fit(X, Y, verbose=0)
+    assert told.value.code == "FK046" and ".given" not in str(told.value)
+
+
+class Around(fitkit.Model):
+    """A model with a network of Keras inside, which no `Guest` stands for."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = sequential(kl.Dense(4, kernel_initializer="orthogonal"), kl.Dropout(0.2))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return ops.mean(ops.square(self.inner(x, training=False) - y))
+
+
+def test_a_network_inside_a_model_goes_to_workers_as_it_is():
+    weights = []
+    for size, settings in ((16, {}), (8, PROCESSES)):
+        keras.utils.set_random_seed(7)
+        model = Around()
+        model.compile("sgd", learning_rate=0.05, **settings)
+        model.fit(X, Y, batch_size=size, epochs=2, shuffle=False, verbose=0)
+        weights.append([one.detach() for one in model.parameters()])
+    for one, other in zip(*weights, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
 
 
 def test_two_processes_with_sharded_optimizers_are_one():
@@ -601,6 +675,10 @@ def test_a_net_without_weights_is_built_by_a_resume_and_asks_for_a_batch_before_
     model.predict_on_batch(X[:1])
     model.load_weights(plain)
     assert max(differences(whole.net, model.net)) == 0
+    other = compiled(made("convolutions"))
+    with pytest.raises(fitkit.CheckpointError, match="doesn't fit this Sequential"):
+        other.load_weights(plain)
+    assert "Sequential" in repr(other)
 
 
 def test_names_that_the_user_gave_stay():
@@ -766,7 +844,11 @@ def test_functions_get_the_target_first_and_accuracy_is_keras_s(name):
 
 def test_a_function_with_the_prediction_first_is_refused_by_a_keras_net():
     model = fitkit.Model(made("dense"))
-    for arguments in ({"loss": lambda prediction, target: 0}, {"metrics": lambda pred, y: 0}):
+    for arguments in (
+        {"loss": lambda prediction, target: 0},
+        {"loss": lambda inputs, targets: 0},  # torchvision's names
+        {"metrics": lambda yhat, y: 0},
+    ):
         with pytest.raises(fitkit.ConfigurationError) as caught:
             model.compile(**arguments)
         assert caught.value.code == "FK016"
@@ -825,7 +907,13 @@ def test_what_a_net_adds_is_its_loss_where_it_is_given_none():
         ({"optimizer": lambda: keras.optimizers.Adam(0.01)}, "'adam', learning_rate=0.01"),
         ({"optimizer": lambda: keras.optimizers.SGD(clipnorm=1.0)}, "SGD with clipnorm"),
         ({"loss": lambda: keras.losses.MeanSquaredError(reduction="sum")}, "reduction='sum'"),
-        ({"metrics": lambda: [keras.metrics.AUC()]}, "AUC collects batches itself"),
+        ({"metrics": lambda: [keras.metrics.AUC()]}, r"AUC collects batches itself.*\['auc'\]"),
+        ({"metrics": lambda: [keras.metrics.Precision(0.3)]}, "Write a torchmetrics object"),
+        (
+            {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())},
+            "precision='16-mixed'",
+        ),
+        ({"optimizer": lambda: type("Mine", (keras.optimizers.SGD,), {})()}, r"^Mine.*'sgd'"),
         (
             {"learning_rate": lambda: keras.optimizers.schedules.ExponentialDecay(1, 2, 0.5)},
             "as lr_scheduler",
@@ -875,20 +963,30 @@ class OwnLoss(keras.Model):
         return ops.mean(ops.abs(y - y_pred)) * (2.0 if training else 1.0) + sum(self.losses)
 
 
+class OwnMore(OwnLoss):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return super(OwnLoss, self).compute_loss(x, y, y_pred, sample_weight, training) * 2
+
+
 class OwnStep(OwnLoss):
     def train_step(self, data):
         return {}
 
 
-def test_an_own_compute_loss_is_called():
+class OwnFunction(OwnLoss):
+    def make_train_function(self, force=False):
+        return None
+
+
+@pytest.mark.parametrize(("kind", "loss"), [(OwnLoss, None), (OwnMore, "mse")])
+def test_an_own_compute_loss_is_called(kind, loss):
     found = []
     for by_keras in (True, False):
         keras.utils.set_random_seed(1)
-        net = OwnLoss()
+        net = kind()
         model = net if by_keras else fitkit.Model(net)
-        if by_keras:
-            model.compile(keras.optimizers.SGD(0.05))
-        else:
+        net.compile(keras.optimizers.SGD(0.05), loss)  # which super().compute_loss takes
+        if not by_keras:
             model.compile("sgd", learning_rate=0.05)
         fitted = model.fit(
             X, Y, batch_size=16, epochs=2, shuffle=False, validation_data=(X, Y), verbose=0
@@ -966,8 +1064,28 @@ def test_what_a_network_can_t_do_is_said_by_compile(word):
 def test_an_own_train_step_is_not_passed_over():
     with pytest.raises(fitkit.ConfigurationError, match="overrides Keras's train_step"):
         fitkit.Model(OwnStep()).compile("sgd")
-    with pytest.raises(fitkit.ConfigurationError, match="compute_loss, and compile was given"):
+    with pytest.raises(fitkit.ConfigurationError, match="overrides Keras's make_train_function"):
+        fitkit.Model(OwnFunction()).compile("sgd")
+    with pytest.raises(fitkit.ConfigurationError, match="takes that of net.compile"):
         fitkit.Model(OwnLoss()).compile("sgd", "mse")
+
+
+@pytest.mark.filterwarnings("ignore:Layer InputLayer does not have")
+def test_scales_that_keras_s_optimizer_would_write_are_said():
+    net = made("dense")
+    net.quantize("float8")
+    with pytest.raises(fitkit.ConfigurationError, match="quantized to float8"):
+        compiled(net)
+    with pytest.raises(fitkit.ConfigurationError, match="quantized to float8"):
+        fitkit.Model(net).fit(X, Y, verbose=0)
+
+
+def test_what_only_training_lacks_is_no_matter_to_predictions():
+    net = OwnStep()
+    model = fitkit.Model(net)
+    expected = net.predict(X, verbose=0)
+    assert np.allclose(model.predict(X, verbose=0), expected, atol=1e-6)
+    assert np.allclose(model.predict_on_batch(X), expected, atol=1e-6)
 
 
 def test_data_that_are_read_once_build_no_network():
