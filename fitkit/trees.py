@@ -37,6 +37,13 @@ def is_container(tree: object) -> bool:
     return isinstance(tree, (tuple, list, Mapping)) or _is_record(tree)
 
 
+def has_keys(tree: Any) -> bool:
+    """Whether `tree` is read as a dict: a mapping, or what has its methods, as a `ModuleDict`."""
+    return isinstance(tree, Mapping) or all(
+        callable(getattr(tree, name, None)) for name in ("keys", "items")
+    )
+
+
 def _is_record(tree: object) -> bool:
     """Whether `tree` is an instance of a dataclass, and not the class."""
     return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
