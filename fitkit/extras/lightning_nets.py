@@ -54,6 +54,9 @@ LOADERS = {
 }
 """Where a module may have the data of a stage."""
 
+ITS_OWN = iter(())
+"""Stands for the module's own data until its hooks have run."""
+
 ZERO_GRAD = ("on_validation_model_zero_grad", "optimizer_zero_grad")
 """Hooks that may leave gradients for the time after a validation, which Lightning drops then."""
 
@@ -210,11 +213,18 @@ class LightningModel(ServedModel):
             given["x"] = self._one_loader("predict", given["x"])
             return super().predict(**self._noted("predict", given))
 
+    def predict_batches(self, x: Any = None, **arguments: Any) -> Any:
+        """As `Model.predict_batches`. Without data, those of the module's `predict_dataloader`."""
+        for one in trees.leaves(arguments.get("callbacks")):
+            refuse_callback(one, "callbacks has")
+        return super().predict_batches(ITS_OWN if x is None else x, **arguments)
+
     def _stream(self, verb: str, arguments: Any, receiver: Any) -> Any:
-        """As `Model._stream`. `predict_batches` is surrounded here, where its batches are read."""
+        """As `Model._stream`: `predict_batches` is surrounded here, where its batches are read."""
         if verb != "predict_batches":
             return super()._stream(verb, arguments, receiver)
-        with self._verb("predict", {"x": arguments.x, "callbacks": arguments.callbacks}) as given:
+        x = None if arguments.x is ITS_OWN else arguments.x
+        with self._verb("predict", {"x": x, "callbacks": arguments.callbacks}) as given:
             given["x"] = self._one_loader("predict", given["x"])
             noted = self._noted("predict", given)
             return super()._stream(verb, dataclasses.replace(arguments, **noted), receiver)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from fitkit.errors import with_code
 from fitkit.extras.lightning_base import ServedModel, Unknown
 from fitkit.extras.lightning_loggers import ModuleLogger
 from fitkit.extras.lightning_loops import FitLoop
@@ -34,8 +35,15 @@ class Word(str):
     def __hash__(self) -> int:
         return hash(str(self))
 
+    def __getattr__(self, name: str) -> Any:
+        message = (
+            f"fitkit trains this module, and its trainer's state is {str(self)!r}, which has no "
+            f"{name!r}. Compare it, or read its value."
+        )
+        raise AttributeError(message if name.startswith("_") else with_code(message, "FK084"))
 
-class State:
+
+class State(Unknown):
     """Which verb runs, and which part of it.
 
     Attributes:
@@ -43,6 +51,8 @@ class State:
         stage: `"train"`, `"validate"`, `"test"`, `"predict"`, or None.
         status: `"initializing"`, `"running"` or `"finished"`.
     """
+
+    KNOWN_AS = "trainer.state"
 
     def __init__(self) -> None:
         self.fn: Word | None = None
@@ -169,8 +179,8 @@ class Trainer(Unknown):
             )
         return super().__getattr__(name)
 
-    OURS: ClassVar[frozenset[str]] = frozenset(
-        ("enter", "leave", "log_held", "model_now", "fitkit_model")
+    OURS = frozenset(
+        ["enter", "leave", "log_held", "model_now", "fitkit_model", "values", "held", "epochs_over"]
     )
     INSTEAD: ClassVar[dict[str, str]] = {
         "fit": "call fit of the fitkit.Model",
@@ -449,7 +459,7 @@ class Trainer(Unknown):
     def lr_scheduler_configs(self) -> list[Any]:
         """The schedulers, with their intervals."""
         plans = self.model_now._fitkit.fit_state.schedulers
-        return [SchedulerConfig.of(plan) for plan in plans]
+        return [SchedulerConfig(plan) for plan in plans]
 
     @property
     def callbacks(self) -> list[Any]:

@@ -124,7 +124,13 @@ class ByTurns(Net):
         assert isinstance(first, torch.optim.SGD) and type(first.optimizer) is torch.optim.SGD
         assert self.optimizers(use_pl_optimizer=False)[1] is second.optimizer
         second.optimizer.param_groups[0]["lr"] *= 0.9
-        self.interval = [(c.interval, c.frequency) for c in self.trainer.lr_scheduler_configs]
+        configs = self.trainer.lr_scheduler_configs
+        self.interval = [(c.interval, c.frequency) for c in configs]
+        if type(configs[0]).__module__.startswith("fitkit"):
+            with pytest.raises(AttributeError, match=r"interval can't be set.*FK084"):
+                configs[0].interval = "epoch"
+            with pytest.raises(AttributeError, match=r"no 'nothing'.*It has frequency.*FK084"):
+                configs[0].nothing  # noqa: B018
 
     def configure_optimizers(self):
         first = torch.optim.SGD(self.net[0].parameters(), lr=0.1)
@@ -226,6 +232,9 @@ class Reading(Net):
 
     test_step = predict_step = validation_step
 
+    def predict_dataloader(self):
+        return loader()
+
 
 def test_the_trainer_has_the_loaders_of_the_verb_that_runs():
     ours, theirs = Reading(), Reading()
@@ -237,7 +246,7 @@ def test_the_trainer_has_the_loaders_of_the_verb_that_runs():
     model.compile(devices=1, accelerator="cpu")
     model.fit(loader(), validation_data=loader(8, 4), epochs=1, verbose=0)
     model.evaluate(loader(), verbose=0)
-    for _ in model.predict_batches(loader()):
+    for _ in model.predict_batches():
         pass
     expected = {key: seen for key, seen in theirs.seen.items() if key[1] != "sanity_check"}
     assert ours.seen == expected and len(expected) == 4
@@ -253,4 +262,9 @@ def test_what_follows_from_arguments_is_not_set_and_no_name_of_ours_is_listed():
     trainer = pl.Trainer(max_epochs=1, **TRAINER)
     listed = str(caught.value).split("It has ")[1].split(". ")[0].split(", ")
     assert [name for name in listed if not hasattr(trainer, name)] == []
-    assert model.net is module
+    with pytest.raises(AttributeError, match=r"trainer.state has no .*fn, stage, status.*FK084"):
+        module.trainer.state.nothing_of_this_name  # noqa: B018
+    model.compile(devices=1, accelerator="cpu")
+    model.fit(loader(), epochs=1, verbose=0)
+    with pytest.raises(AttributeError, match=r"'fit', which has no 'evaluating'.*FK084"):
+        module.trainer.state.fn.evaluating  # noqa: B018
