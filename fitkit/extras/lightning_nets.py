@@ -37,7 +37,7 @@ from fitkit.extras.lightning_files import loaded_by_hook, saved_by_hook
 from fitkit.extras.lightning_hooks import PACKAGES, Hooks, defines
 from fitkit.extras.lightning_services import attach
 from fitkit.extras.lightning_trainer import Trainer, Word
-from fitkit.extras.lightning_updates import HookedScheduler, Idle
+from fitkit.extras.lightning_updates import HookedScheduler, Idle, OfAll
 from fitkit.extras.lightning_watcher import RatesByEpoch, hooks_updates, watcher_for
 from fitkit.modes import set_flags
 from fitkit.seams.files import OpenWeights
@@ -366,6 +366,8 @@ class LightningModel(ServedModel):
         outputs = self.hooks.step("training_step", batch, batch_idx)
         if self.automatic_optimization:
             loss = loss_in(outputs)
+            if loss is not None and self._is_idle_on_ranks:
+                loss = OfAll.apply(loss, *(one for one in self.parameters() if one.requires_grad))
             if self.hooked_updates is not None:
                 self.hooked_updates.before_backward(loss)
             return outputs if loss is None else loss
@@ -384,6 +386,13 @@ class LightningModel(ServedModel):
             hooks = self.hooks
             hooks.at_batch("on_predict_batch_end", outputs, batch, batch_idx, loader=self.loader)
         return outputs
+
+    @property
+    def _is_idle_on_ranks(self) -> bool:
+        """Whether several ranks train without an optimizer."""
+        ranks = self._fitkit.compilation.strategy.collectives
+        made = self._fitkit.fit_state.optimizers
+        return ranks.world_size > 1 and any(type(optimizer) is Idle for optimizer in made)
 
     @staticmethod
     def _loss_alone(outputs: Any) -> Any:

@@ -612,6 +612,30 @@ def test_callbacks_that_a_module_brings_are_called_as_by_lightning():
     ]
 
 
+class Remembers(modules.Net):
+    """Learns by no gradient, as models with a memory do."""
+
+    def __init__(self):
+        super().__init__(dropout=0.0)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        self.seen += len(batch[0])
+        return torch.tensor(0.0, requires_grad=True)
+
+    def configure_optimizers(self):
+        return None
+
+
+def test_a_module_without_an_optimizer_computes_its_loss_of_no_parameter_on_two_processes():
+    first = Remembers()
+    model = model_of(copy.deepcopy(first), **TWO)
+    model.fit(loader(batch_size=4), epochs=2, verbose=0)
+    assert model.net.seen == 24
+    for mine, expected in zip(model.net.parameters(), first.parameters(), strict=True):
+        assert torch.equal(mine, expected)
+
+
 class Counts(pl.Callback):
     """Has a state, logs, and changes what predict returns."""
 
