@@ -37,11 +37,9 @@ def is_container(tree: object) -> bool:
     return isinstance(tree, (tuple, list, Mapping)) or _is_record(tree)
 
 
-def has_keys(tree: Any) -> bool:
-    """Whether `tree` is read as a dict: a mapping, or what has its methods, as a `ModuleDict`."""
-    return isinstance(tree, Mapping) or all(
-        callable(getattr(tree, name, None)) for name in ("keys", "items")
-    )
+def has_items(tree: Any) -> bool:
+    """Whether `tree` is read as a dict: a mapping, or another object with its method."""
+    return callable(getattr(tree, "items", None))
 
 
 def _is_record(tree: object) -> bool:
