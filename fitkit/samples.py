@@ -328,6 +328,8 @@ def _entries(place: str, tree: Any, has_target: bool) -> Iterable[_Entry]:
         yield _Entry(place, _as_read(kind), (kind.count(tree),))
     elif isinstance(tree, (tuple, list)) and not trees.is_named_tuple(tree):
         yield from _of_sequence(place, tree, has_target)
+    elif _is_sized_record(tree) and (size := _length(tree)) is not None:
+        yield _Entry(place, Reading.SAMPLES, (size,))
     elif trees.is_container(tree):
         for name, child in _children(place, tree):
             yield from _entries(name, child, has_target)
@@ -493,6 +495,11 @@ def _rows(item: Any) -> int | None:
     if isinstance(shape, tuple) and shape and isinstance(shape[0], numbers.Integral):
         return int(shape[0])
     return None
+
+
+def _is_sized_record(item: Any) -> bool:
+    """Whether it is of a dataclass that says its length, such as a batch of graphs."""
+    return trees.is_container(item) and not isinstance(item, (tuple, list, Mapping))
 
 
 def _length(item: Any) -> int | None:

@@ -37,6 +37,11 @@ def is_container(tree: object) -> bool:
     return isinstance(tree, (tuple, list, Mapping)) or _is_record(tree)
 
 
+def has_items(tree: Any) -> bool:
+    """Whether `tree` is read as a dict: a mapping, or another object with its method."""
+    return callable(getattr(tree, "items", None))
+
+
 def _is_record(tree: object) -> bool:
     """Whether `tree` is an instance of a dataclass, and not the class."""
     return dataclasses.is_dataclass(tree) and not isinstance(tree, type)

@@ -168,15 +168,30 @@ class Unknown:
     KNOWN_AS = "trainer"
     INSTEAD: ClassVar[Mapping[str, str]] = {}
     """What to do in place of asking for a name."""
+    OURS: ClassVar[frozenset[str]] = frozenset()
+    """Names that are for fitkit alone."""
+    SET_BY: ClassVar[str] = "It follows from what compile and the verb are given."
+    """What decides about the attributes that can't be set."""
 
     def __getattr__(self, name: str) -> Any:
-        known = ", ".join(sorted(n for n in dir(type(self)) if n[0].islower()))
+        names = {*dir(type(self)), *vars(self)} - self.OURS
+        known = ", ".join(sorted(n for n in names if n[0].islower()))
         advice = f"Instead, {self.INSTEAD[name]}. " if name in self.INSTEAD else ""
         message = (
             f"fitkit trains this module, and its {self.KNOWN_AS} has no {name!r}. {advice}It has "
             f"{known}."
         )
         raise AttributeError(message if name.startswith("_") else with_code(message, "FK084"))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        found = getattr(type(self), name, None)
+        if isinstance(found, property) and found.fset is None:
+            message = (
+                f"fitkit trains this module, and its {self.KNOWN_AS}.{name} can't be set. "
+                f"{self.SET_BY}"
+            )
+            raise AttributeError(with_code(message, "FK084"))
+        super().__setattr__(name, value)
 
 
 def refusal(message: str) -> ConfigurationError:

@@ -8,12 +8,16 @@ from typing import Any, NoReturn
 
 from fitkit.errors import CheckpointError, ConfigurationError, warn_once
 from fitkit.extras.lightning_base import ServedModel
+from fitkit.extras.lightning_hooks import Hooks, defines_hook
 from fitkit.seams.files import OpenWeights, check_plain
 
 ELSEWHERE = ("optimizer_states", "lr_schedulers", "callbacks", "loops")
 """What Lightning's checkpoints have, and fitkit's keep in a form of their own."""
 
 LEFT_OUT = "is_left_out"
+
+OF_CALLBACKS = "states_of_callbacks"
+"""What a checkpoint calls the states of callbacks that the module brings."""
 
 
 class HookCheckpoint(dict[str, Any]):
@@ -68,9 +72,11 @@ def saved_by_hook(model: ServedModel, weights: Any) -> tuple[Any, dict[str, Any]
         weights: the module's.
     """
     hooks = model.hooks
-    if not hooks.has("on_save_checkpoint"):
-        return weights, {}
     hook = f"{hooks.kind.__name__}.on_save_checkpoint"
+    states = {one.state_key: one.state_dict() for one in _with_states(hooks)}
+    beside = _plain({OF_CALLBACKS: states}, "state_dict of a callback") if states else {}
+    if not hooks.has("on_save_checkpoint"):
+        return weights, beside
     state = weights.copy()
     checkpoint = HookCheckpoint(
         _known(model, state, epoch=model.current_epoch, global_step=model.global_step)
@@ -80,12 +86,23 @@ def saved_by_hook(model: ServedModel, weights: Any) -> tuple[Any, dict[str, Any]
     kept: OrderedDict[str, Any] = OrderedDict(checkpoint.checked_state(hook, given))
     kept._metadata = getattr(weights, "_metadata", {})  # type: ignore[attr-defined]
     added = {name: value for name, value in checkpoint.items() if name not in given}
+    return kept, {**beside, **_plain(added, f"what {hook} adds")}
+
+
+def _plain(added: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return what files can hold; all of it is left out where they can't."""
     try:
-        check_plain(added, f"what {hook} adds")
+        check_plain(added, place)
     except ConfigurationError as error:
-        warn_once(f"{error} Files leave all of it out, and on_load_checkpoint isn't called.")
-        added = {LEFT_OUT: True}
-    return kept, added
+        warn_once(f"{error} Files leave all of it out, and it isn't given back.")
+        return {} if OF_CALLBACKS in added else {LEFT_OUT: True}
+    return added
+
+
+def _with_states(hooks: Hooks) -> list[Any]:
+    """Return the brought callbacks with a state that isn't among the module's weights."""
+    parts = {id(part) for part in hooks.module.modules()}
+    return [one for one in hooks.beside if defines_hook(one, "state_dict") and id(one) not in parts]
 
 
 def loaded_by_hook(model: ServedModel, weights: OpenWeights, beside: Any) -> OpenWeights:
@@ -97,8 +114,14 @@ def loaded_by_hook(model: ServedModel, weights: OpenWeights, beside: Any) -> Ope
         beside: returns all else in the file.
     """
     hooks = model.hooks
-    rest = beside() if hooks.has("on_load_checkpoint") else {}
-    if not rest or LEFT_OUT in rest.get("added", ()):
+    stateful = _with_states(hooks)
+    rest = beside() if stateful or hooks.has("on_load_checkpoint") else {}
+    added = dict(rest.get("added") or {})
+    states = added.pop(OF_CALLBACKS, {})
+    for one in stateful:
+        if one.state_key in states:
+            one.load_state_dict(states[one.state_key])
+    if not rest or LEFT_OUT in added or not hooks.has("on_load_checkpoint"):
         return weights
     hook = f"{hooks.kind.__name__}.on_load_checkpoint"
     content = weights.content([*weights.describe(), *weights.extra]).state_dict()
@@ -108,7 +131,7 @@ def loaded_by_hook(model: ServedModel, weights: OpenWeights, beside: Any) -> Ope
         epoch, updates = progress.get("epoch", 0), rest["training"].get("updates", 0)
         rest = {
             **_known(model, content, epoch=epoch, global_step=updates),
-            **rest.get("added", {}),
+            **added,
         }
     checkpoint = HookCheckpoint({**rest, "state_dict": content})
     given, parameters = set(checkpoint), [id(one) for one in model.parameters()]

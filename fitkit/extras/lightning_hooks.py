@@ -103,8 +103,10 @@ class Hooks:
         self.beside: tuple[Any, ...] = ()
 
     def bring(self, callbacks: Iterable[Any]) -> None:
-        """Call these callbacks' hooks, too, from now on."""
-        self.beside = tuple(callbacks)
+        """Call these callbacks' hooks, too, from now on; they log as the module does."""
+        self.beside, module = tuple(callbacks), self.module
+        for one in self.beside:
+            one.log, one.log_dict = module.log, module.log_dict
         self._known.clear()
         vars(self).pop("moves", None)
 
@@ -125,15 +127,19 @@ class Hooks:
 
     def call(self, name: str, *arguments: Any, **named: Any) -> Any:
         """Call a hook with as many of the arguments as it takes."""
+        self.tell(name, *arguments)
+        hook = getattr(self.module, name)
+        _, most = numbers_of_arguments(getattr(hook, "__func__", hook), inspect.ismethod(hook))
+        return self.run(name, hook, *arguments[:most], **named)
+
+    def tell(self, name: str, *arguments: Any) -> None:
+        """Call the hook of the callbacks that the module brings."""
         for one in self.beside:
             if defines_hook(one, name):
                 theirs = getattr(one, name)
                 _, most = numbers_of_arguments(theirs.__func__, True)
                 given = (self.module.trainer, self.module, *arguments)
                 self.run(name, theirs, *given[:most])
-        hook = getattr(self.module, name)
-        _, most = numbers_of_arguments(getattr(hook, "__func__", hook), inspect.ismethod(hook))
-        return self.run(name, hook, *arguments[:most], **named)
 
     def at_batch(self, name: str, *arguments: Any, loader: int | None) -> None:
         """Call a batch's hook, if the module overrides it.

@@ -10,6 +10,7 @@ sees as its trainer.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -33,10 +34,10 @@ from fitkit.extras.lightning_data import (
     validation_data,
 )
 from fitkit.extras.lightning_files import loaded_by_hook, saved_by_hook
-from fitkit.extras.lightning_hooks import PACKAGES, Hooks, defines, is_lightnings
+from fitkit.extras.lightning_hooks import PACKAGES, Hooks, defines
 from fitkit.extras.lightning_services import attach
 from fitkit.extras.lightning_trainer import Trainer, Word
-from fitkit.extras.lightning_updates import HookedScheduler, Idle
+from fitkit.extras.lightning_updates import HookedScheduler, Idle, OfAll
 from fitkit.extras.lightning_watcher import RatesByEpoch, hooks_updates, watcher_for
 from fitkit.modes import set_flags
 from fitkit.seams.files import OpenWeights
@@ -52,6 +53,9 @@ LOADERS = {
     "predict": "predict_dataloader",
 }
 """Where a module may have the data of a stage."""
+
+ITS_OWN = iter(())
+"""Stands for the module's own data until its hooks have run."""
 
 ZERO_GRAD = ("on_validation_model_zero_grad", "optimizer_zero_grad")
 """Hooks that may leave gradients for the time after a validation, which Lightning drops then."""
@@ -210,10 +214,20 @@ class LightningModel(ServedModel):
             return super().predict(**self._noted("predict", given))
 
     def predict_batches(self, x: Any = None, **arguments: Any) -> Any:
-        """As `Model.predict_batches`. Without data, those of `predict_dataloader`."""
-        with self._verb("predict", {"x": x, **arguments}) as given:
+        """As `Model.predict_batches`. Without data, those of the module's `predict_dataloader`."""
+        for one in trees.leaves(arguments.get("callbacks")):
+            refuse_callback(one, "callbacks has")
+        return super().predict_batches(ITS_OWN if x is None else x, **arguments)
+
+    def _stream(self, verb: str, arguments: Any, receiver: Any) -> Any:
+        """As `Model._stream`: `predict_batches` is surrounded here, where its batches are read."""
+        if verb != "predict_batches":
+            return super()._stream(verb, arguments, receiver)
+        x = None if arguments.x is ITS_OWN else arguments.x
+        with self._verb("predict", {"x": x, "callbacks": arguments.callbacks}) as given:
             given["x"] = self._one_loader("predict", given["x"])
-            return super().predict_batches(**self._noted("predict", given))
+            noted = self._noted("predict", given)
+            return super()._stream(verb, dataclasses.replace(arguments, **noted), receiver)
 
     @contextlib.contextmanager
     def _verb(self, stage: str, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -352,6 +366,8 @@ class LightningModel(ServedModel):
         outputs = self.hooks.step("training_step", batch, batch_idx)
         if self.automatic_optimization:
             loss = loss_in(outputs)
+            if loss is not None and self._is_idle_on_ranks:
+                loss = OfAll.apply(loss, *(one for one in self.parameters() if one.requires_grad))
             if self.hooked_updates is not None:
                 self.hooked_updates.before_backward(loss)
             return outputs if loss is None else loss
@@ -365,7 +381,18 @@ class LightningModel(ServedModel):
         return self._loss_alone(self.hooks.step("test_step", batch, batch_idx, self.loader or 0))
 
     def _predict_step(self, batch: Any, batch_idx: int = 0) -> Any:
-        return self.hooks.step("predict_step", batch, batch_idx)
+        outputs = self.hooks.step("predict_step", batch, batch_idx)
+        if self.trainer.predicting:  # before outputs are collected: the hook may change them
+            hooks = self.hooks
+            hooks.at_batch("on_predict_batch_end", outputs, batch, batch_idx, loader=self.loader)
+        return outputs
+
+    @property
+    def _is_idle_on_ranks(self) -> bool:
+        """Whether several ranks train without an optimizer."""
+        ranks = self._fitkit.compilation.strategy.collectives
+        made = self._fitkit.fit_state.optimizers
+        return ranks.world_size > 1 and any(type(optimizer) is Idle for optimizer in made)
 
     @staticmethod
     def _loss_alone(outputs: Any) -> Any:
@@ -517,11 +544,28 @@ def _by_epoch(scheduler: Any) -> dict[str, Any]:
 
 KINDS = {"Callback": "callback", "Logger": "logger"}
 
+BY_HOOKS = {"Callback", "BaseFinetuning", "LambdaCallback", "Timer"}
+"""Lightning's callbacks that do all by their hooks, so that what is derived from them is called.
+Others, such as `ModelCheckpoint`, rely on the Trainer's loops."""
+
+
+def lightnings_kinds(callback: Any) -> list[type]:
+    """Return the classes of a callback or logger that Lightning has, the nearest first."""
+    return [
+        kind
+        for kind in type(callback).__mro__
+        if kind.__module__.partition(".")[0] in PACKAGES
+        and any(base.__name__ in KINDS for base in kind.__mro__)
+    ]
+
 
 def is_of_module(callback: Any) -> bool:
-    """Whether something is a callback of Lightning's kind, and not one that Lightning has."""
-    own = type(callback).__module__.partition(".")[0] not in PACKAGES
-    return own and is_lightnings(callback, "Callback")
+    """Whether something is a callback of Lightning's kind whose hooks can be called: not one that
+    Lightning has, or that is derived from one which relies on the Trainer.
+    """
+    kinds = lightnings_kinds(callback)
+    own = bool(kinds) and kinds[0] is not type(callback)
+    return own and all(kind.__name__ in BY_HOOKS for kind in kinds)
 
 
 def refuse_callback(callback: Any, where: str) -> None:
@@ -530,13 +574,19 @@ def refuse_callback(callback: Any, where: str) -> None:
     Raises:
         ConfigurationError: with ours of the same name, if there is one.
     """
-    for kind in type(callback).__mro__:
-        if kind.__module__.partition(".")[0] in PACKAGES and kind.__name__ in KINDS:
-            name, what = type(callback).__name__, KINDS[kind.__name__]
-            has_ours = hasattr(getattr(fitkit, f"{what}s"), name)
-            ours = (
-                f"Use fitkit.{what}s.{name}."
-                if has_ours
-                else f"Write a fitkit.{what}s.{what.title()} with the same methods."
-            )
-            raise refusal(f"{where} {describe(callback)}, a {what} of Lightning's. {ours}")
+    kinds = lightnings_kinds(callback)
+    if not kinds:
+        return
+    what = next(KINDS[kind.__name__] for kind in kinds if kind.__name__ in KINDS)
+    named = [kind.__name__ for kind in kinds if kind.__name__ not in KINDS]
+    ours = next((name for name in named if hasattr(getattr(fitkit, f"{what}s"), name)), None)
+    advice = (
+        f"Use fitkit.{what}s.{ours}."
+        if ours
+        else f"Write a fitkit.{what}s.{what.title()} with the same methods."
+    )
+    is_own = kinds[0] is not type(callback)
+    origin = (
+        f"derived from Lightning's {kinds[0].__name__}" if is_own else f"a {what} of Lightning's"
+    )
+    raise refusal(f"{where} {describe(callback)}, {origin}. {advice}")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.optim import Optimizer
 
+from fitkit.extras.lightning_base import Unknown
 from fitkit.seams.optimizers import PlannedScheduler
 
 
@@ -65,40 +65,54 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer.optimizer if type(optimizer) is HandedOptimizer else optimizer
 
 
-@dataclasses.dataclass(frozen=True)
-class SchedulerConfig:
-    """How a scheduler moves, by Lightning's names. Setting one has no effect, so it is an error.
+class SchedulerConfig(Unknown):
+    """How a scheduler moves, by Lightning's names.
 
-    Attributes:
-        scheduler: the scheduler.
-        name: of its rate in the logs.
-        interval: `"epoch"` or `"step"`.
-        frequency: it moves once in this many intervals.
-        reduce_on_plateau: whether it watches a value.
-        monitor: the value's name.
-        strict: whether a missing value is an error.
+    Args:
+        plan: how fitkit moves it.
     """
 
-    scheduler: Any
-    name: str | None
-    interval: str
-    frequency: int
-    reduce_on_plateau: bool
-    monitor: str | None
-    strict: bool
+    KNOWN_AS = "trainer.lr_scheduler_configs[…]"
+    SET_BY = "Write it in what configure_optimizers returns."
 
-    @classmethod
-    def of(cls, plan: PlannedScheduler) -> SchedulerConfig:
-        """Return a plan as a module sees it."""
-        return cls(
-            scheduler=plan.scheduler,
-            name=plan.name,
-            interval=getattr(plan, "every", plan.interval),
-            frequency=plan.frequency,
-            reduce_on_plateau=plan.watches,
-            monitor=plan.monitor,
-            strict=plan.strict,
-        )
+    def __init__(self, plan: PlannedScheduler) -> None:
+        self._plan = plan
+
+    @property
+    def scheduler(self) -> Any:
+        """The scheduler."""
+        return self._plan.scheduler
+
+    @property
+    def name(self) -> str | None:
+        """The name of its rate in the logs."""
+        return self._plan.name
+
+    @property
+    def interval(self) -> str:
+        """`"epoch"` or `"step"`."""
+        found: str = getattr(self._plan, "every", self._plan.interval)
+        return found
+
+    @property
+    def frequency(self) -> int:
+        """It moves once in this many intervals."""
+        return self._plan.frequency
+
+    @property
+    def reduce_on_plateau(self) -> bool:
+        """Whether it watches a value."""
+        return self._plan.watches
+
+    @property
+    def monitor(self) -> str | None:
+        """The name of that value."""
+        return self._plan.monitor
+
+    @property
+    def strict(self) -> bool:
+        """Whether a missing value is an error."""
+        return self._plan.strict
 
 
 def toggled(model: Any) -> Callable[[Optimizer], contextlib.AbstractContextManager[None]]:

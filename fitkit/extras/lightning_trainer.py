@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from fitkit.errors import with_code
 from fitkit.extras.lightning_base import ServedModel, Unknown
 from fitkit.extras.lightning_loggers import ModuleLogger
 from fitkit.extras.lightning_loops import FitLoop
@@ -34,8 +35,15 @@ class Word(str):
     def __hash__(self) -> int:
         return hash(str(self))
 
+    def __getattr__(self, name: str) -> Any:
+        message = (
+            f"fitkit trains this module, and its trainer's state is {str(self)!r}, which has no "
+            f"{name!r}. Compare it, or read its value."
+        )
+        raise AttributeError(message if name.startswith("_") else with_code(message, "FK084"))
 
-class State:
+
+class State(Unknown):
     """Which verb runs, and which part of it.
 
     Attributes:
@@ -43,6 +51,8 @@ class State:
         stage: `"train"`, `"validate"`, `"test"`, `"predict"`, or None.
         status: `"initializing"`, `"running"` or `"finished"`.
     """
+
+    KNOWN_AS = "trainer.state"
 
     def __init__(self) -> None:
         self.fn: Word | None = None
@@ -169,6 +179,9 @@ class Trainer(Unknown):
             )
         return super().__getattr__(name)
 
+    OURS = frozenset(
+        ["enter", "leave", "log_held", "model_now", "fitkit_model", "values", "held", "epochs_over"]
+    )
     INSTEAD: ClassVar[dict[str, str]] = {
         "fit": "call fit of the fitkit.Model",
         "validate": "call evaluate of the fitkit.Model",
@@ -244,7 +257,6 @@ class Trainer(Unknown):
     log_every_n_steps = 50
     min_epochs = None
     min_steps = None
-    max_time = None
     profiler = None
     reload_dataloaders_every_n_epochs = 0
     num_sanity_val_steps = 0
@@ -447,7 +459,7 @@ class Trainer(Unknown):
     def lr_scheduler_configs(self) -> list[Any]:
         """The schedulers, with their intervals."""
         plans = self.model_now._fitkit.fit_state.schedulers
-        return [SchedulerConfig.of(plan) for plan in plans]
+        return [SchedulerConfig(plan) for plan in plans]
 
     @property
     def callbacks(self) -> list[Any]:
@@ -482,13 +494,17 @@ class Trainer(Unknown):
 
     @property
     def train_dataloader(self) -> Any:
-        """What `fit` trains on, as it was given; of a worker, its copy."""
+        """What `fit` trains on, as it was given; of a worker, its copy. None in other verbs."""
+        if self.state.fn != "fit":
+            return None
         run = self.model_now.run
         return self.model_now.call.get("x", None if run is None else _loader_of(run.data.source))
 
     @property
     def val_dataloaders(self) -> Any:
-        """What `fit` validates on, as it was given; several in a list."""
+        """What is validated on, as it was given; several in a list."""
+        if self.state.fn != "fit":
+            return self._read_by("validate")
         run, given = self.model_now.run, self.model_now.call.get("validation_data")
         if given is None and run is not None:
             held_out = [_loader_of(one) for one in run.held_out.values()]
@@ -497,10 +513,17 @@ class Trainer(Unknown):
 
     @property
     def test_dataloaders(self) -> Any:
-        """What `evaluate` reads, as it was given."""
-        return self.model_now.call.get("x")
+        """What `evaluate` reads, as it was given, if it runs test steps."""
+        return self._read_by("test")
 
-    predict_dataloaders = test_dataloaders
+    @property
+    def predict_dataloaders(self) -> Any:
+        """What `predict` reads, as it was given."""
+        return self._read_by("predict")
+
+    def _read_by(self, verb: str) -> Any:
+        """Return what a verb reads; None if another one runs."""
+        return self.model_now.call.get("x") if self.state.fn == verb else None
 
     @property
     def fit_loop(self) -> FitLoop:

@@ -72,6 +72,23 @@ class Idle(Optimizer):
         return None if closure is None else closure()
 
 
+class OfAll(torch.autograd.Function):
+    """Gives a loss, in which all parameters have a part that is zero.
+
+    Ranks exchange gradients where all parameters have some. A module without an optimizer may
+    compute a loss of none.
+    """
+
+    @staticmethod
+    def forward(context: Any, loss: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        context.parameters = parameters
+        return loss.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradient, *map(torch.zeros_like, context.parameters)
+
+
 class HookedUpdates:
     """Trains by batches as `fit` does, with the module's hooks around each.
 

@@ -91,6 +91,9 @@ class Watcher(Callback):
         hooks.ask("on_train_end")
         hooks.ask("on_fit_end")
 
+    def on_exception(self, error: BaseException) -> None:
+        self.model.hooks.tell("on_exception", error)
+
     # ------------------------------------------------------------------ evaluate, validations
 
     @property
@@ -144,8 +147,13 @@ class Watcher(Callback):
     def on_predict_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         self._begin_batch("predict", batch)
 
-    def on_predict_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        self._end_batch("predict", batch)
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        hooks = self.model.hooks
+        if hooks.has("predict_step"):  # its end was the batch's
+            hooks.forget_batch()
+        else:
+            hooks.outputs = logs["outputs"]
+            self._end_batch("predict", batch)
 
     def on_predict_end(self, logs: Logs | None = None) -> None:
         hooks = self.model.hooks

@@ -270,7 +270,7 @@ class Profiler(Callback):
     def _after_forward(self, module: Any, given: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not self._in_step:
             return
-        output = dict(output) if hasattr(output, "items") else output
+        output = dict(output) if trees.has_items(output) else output
         for leaf in trees.leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(self._begin_backward)

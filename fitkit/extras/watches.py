@@ -528,7 +528,7 @@ class DetectNonFinite(_Detector):
         """Record, on the device, whether all numbers of a tree are finite."""
         if not self._looks:
             return
-        tree = dict(tree) if hasattr(tree, "items") else tree
+        tree = dict(tree) if trees.has_items(tree) else tree
         for leaf in trees.leaves(tree):
             if isinstance(leaf, torch.Tensor) and trees.is_inexact(leaf):
                 flag = ~torch.isfinite(leaf.detach()).all()

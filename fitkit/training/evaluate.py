@@ -493,7 +493,7 @@ def _mapped(output: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> An
     """Apply a function to the tensors of a net's output; drop a dict's None values."""
     if isinstance(output, torch.Tensor):
         return function(output)
-    if hasattr(output, "items"):
+    if trees.has_items(output):
         return {key: _mapped(value, function) for key, value in output.items() if value is not None}
     return trees.map_leaves(
         lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, output

@@ -4,6 +4,7 @@ The reference is plain PyTorch arithmetic.
 """
 
 import collections
+import dataclasses
 import os
 
 import numpy as np
@@ -333,6 +334,26 @@ def test_a_net_with_nested_outputs_trains_as_plain_pytorch_does(tmp_path):
     expected = found["a_loss"] + found["b/c_loss"] + mae + 0.5 * mse
     assert found["loss"] == pytest.approx(expected, rel=1e-5)
     assert found["b/c_loss"] == pytest.approx(value, rel=1e-5)
+
+
+@dataclasses.dataclass
+class Boxes:
+    """An output with fields that a dict has as methods."""
+
+    items: torch.Tensor
+    keys: torch.Tensor
+
+
+def test_a_dataclass_is_joined_by_its_fields_whatever_their_names():
+    class Net(nn.Module):
+        def forward(self, x):
+            return Boxes(2 * x, x[:, :1])
+
+    x = torch.randn(10, 3)
+    found = fitkit.Model(Net()).predict(x, batch_size=4, verbose=0)
+    assert set(found) == {"items", "keys"}
+    np.testing.assert_allclose(found["items"], 2 * x)
+    np.testing.assert_allclose(found["keys"], x[:, :1])
 
 
 @pytest.mark.parametrize("as_tuples", [False, True])

@@ -40,6 +40,18 @@ class TimeFirst:
     batch_size: int
 
 
+@dataclasses.dataclass
+class Joined:
+    """Graphs joined into one, whose number is its length."""
+
+    nodes: torch.Tensor
+    graph: torch.Tensor
+    y: torch.Tensor
+
+    def __len__(self):
+        return len(self.y)
+
+
 class Images:
     """An object that is no container, with a length."""
 
@@ -113,6 +125,10 @@ KINDS = {
     "batch_size in a dict": (lambda r: {**record(r), "batch_size": len(r)}, of_padded),
     "batch_size of a dataclass": (
         lambda r: TimeFirst(pad_sequence(r), lengths(r), len(r)), lambda b: of_padded(vars(b))
+    ),
+    "the length of a dataclass": (
+        lambda r: Joined(Graphs(r).nodes, Graphs(r).graph, lengths(r)),
+        lambda b: means([b.nodes[b.graph == i] for i in range(len(b))]),
     ),
     "point sets": (lambda r: (r, [torch.tensor(1.0) for _ in r]), lambda b: means(b[0])),
     "packed": (lambda r: {"x": pack_sequence(r, enforce_sorted=False)}, of_packed),

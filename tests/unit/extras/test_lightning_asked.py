@@ -21,14 +21,16 @@ ASKED = json.loads(Path(__file__).with_name("lightning_asked.json").read_text())
 
 OURS_ALONE = {
     "trainer.log_every_n_steps", "trainer.callbacks", "trainer.max_steps",
-    "trainer.default_root_dir", "logger.log_dir",
+    "trainer.default_root_dir", "trainer.log_dir", "logger.log_dir", "trainer.logger.version",
 }  # fmt: skip
 """What differs between two trainings that are alike otherwise."""
 
-NOT_OF_EACH_LOGGER = {
+REFUSED = {
     "trainer.logger.history", "logger.run_id", "logger.log_image()", "logger.log_dir",
+    "trainer.logger.version", "trainer.predict_loop", "trainer.accelerator",
+    "trainer.accelerator_connector", "trainer._accelerator_connector",
 }  # fmt: skip
-"""What a library's own logger has, or one of a service."""
+"""What a library's own logger has, or one of a service; and insides of the Trainer."""
 
 WITH = {
     "log_metrics": ({"a": 1.0},),
@@ -55,6 +57,10 @@ class Asking(Net):
     """Asks all of it at its third batch."""
 
     folder = None
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         if batch_idx != 2 or self.current_epoch:
@@ -84,7 +90,7 @@ def asked(tmp_path):
 def test_each_question_is_answered_or_refused_by_name(asked):
     ours, theirs = asked
     assert len(ASKED) > 30
-    assert set(ours.refused) <= NOT_OF_EACH_LOGGER
+    assert set(ours.refused) <= REFUSED
     for question, error in ours.refused.items():
         name = question.split(".")[-1].removesuffix("()")
         assert f"no {name!r}" in str(error) and "It has" in str(error)
@@ -118,7 +124,13 @@ class ByTurns(Net):
         assert isinstance(first, torch.optim.SGD) and type(first.optimizer) is torch.optim.SGD
         assert self.optimizers(use_pl_optimizer=False)[1] is second.optimizer
         second.optimizer.param_groups[0]["lr"] *= 0.9
-        self.interval = [(c.interval, c.frequency) for c in self.trainer.lr_scheduler_configs]
+        configs = self.trainer.lr_scheduler_configs
+        self.interval = [(c.interval, c.frequency) for c in configs]
+        if type(configs[0]).__module__.startswith("fitkit"):
+            with pytest.raises(AttributeError, match=r"interval can't be set.*FK084"):
+                configs[0].interval = "epoch"
+            with pytest.raises(AttributeError, match=r"no 'nothing'.*It has frequency.*FK084"):
+                configs[0].nothing  # noqa: B018
 
     def configure_optimizers(self):
         first = torch.optim.SGD(self.net[0].parameters(), lr=0.1)
@@ -194,3 +206,65 @@ def test_several_loaders_are_read_as_the_trainer_reads_them(train):
         fitkit.ConfigurationError, match=r"evaluate got 2 loaders.*evaluate\(x\[0\]"
     ):
         model.evaluate(held_out(), verbose=0)
+
+
+LOADERS = ("train_dataloader", "val_dataloaders", "test_dataloaders", "predict_dataloaders")
+
+
+class Reading(Net):
+    """Notes in each step which loaders its trainer has."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+
+    def note(self):
+        state = self.trainer.state.fn.value, self.trainer.state.stage.value
+        has = [getattr(self.trainer, name) is not None for name in LOADERS]
+        self.seen.setdefault(state, has)
+
+    def training_step(self, batch, batch_idx):
+        self.note()
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.note()
+
+    test_step = predict_step = validation_step
+
+    def predict_dataloader(self):
+        return loader()
+
+
+def test_the_trainer_has_the_loaders_of_the_verb_that_runs():
+    ours, theirs = Reading(), Reading()
+    trainer = pl.Trainer(max_epochs=1, **TRAINER)
+    trainer.fit(theirs, loader(), loader(8, 4))
+    trainer.test(theirs, loader(), verbose=False)
+    trainer.predict(theirs, loader(), return_predictions=False)
+    model = fitkit.Model(ours)
+    model.compile(devices=1, accelerator="cpu")
+    model.fit(loader(), validation_data=loader(8, 4), epochs=1, verbose=0)
+    model.evaluate(loader(), verbose=0)
+    for _ in model.predict_batches():
+        pass
+    expected = {key: seen for key, seen in theirs.seen.items() if key[1] != "sanity_check"}
+    assert ours.seen == expected and len(expected) == 4
+
+
+def test_what_follows_from_arguments_is_not_set_and_no_name_of_ours_is_listed():
+    module = Net()
+    model = fitkit.Model(module)
+    with pytest.raises(AttributeError, match=r"trainer.max_epochs can't be set.*FK084"):
+        module.trainer.max_epochs = 3
+    with pytest.raises(AttributeError, match="It has accumulate_grad_batches") as caught:
+        module.trainer.nothing_of_this_name  # noqa: B018
+    trainer = pl.Trainer(max_epochs=1, **TRAINER)
+    listed = str(caught.value).split("It has ")[1].split(". ")[0].split(", ")
+    assert [name for name in listed if not hasattr(trainer, name)] == []
+    with pytest.raises(AttributeError, match=r"trainer.state has no .*fn, stage, status.*FK084"):
+        module.trainer.state.nothing_of_this_name  # noqa: B018
+    model.compile(devices=1, accelerator="cpu")
+    model.fit(loader(), epochs=1, verbose=0)
+    with pytest.raises(AttributeError, match=r"'fit', which has no 'evaluating'.*FK084"):
+        module.trainer.state.fn.evaluating  # noqa: B018

@@ -612,6 +612,117 @@ def test_callbacks_that_a_module_brings_are_called_as_by_lightning():
     ]
 
 
+class Remembers(modules.Net):
+    """Learns by no gradient, as models with a memory do."""
+
+    def __init__(self):
+        super().__init__(dropout=0.0)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        self.seen += len(batch[0])
+        return torch.tensor(0.0, requires_grad=True)
+
+    def configure_optimizers(self):
+        return None
+
+
+def test_a_module_without_an_optimizer_computes_its_loss_of_no_parameter_on_two_processes():
+    first = Remembers()
+    model = model_of(copy.deepcopy(first), **TWO)
+    model.fit(loader(batch_size=4), epochs=2, verbose=0)
+    assert model.net.seen == 24
+    for mine, expected in zip(model.net.parameters(), first.parameters(), strict=True):
+        assert torch.equal(mine, expected)
+
+
+class Counts(pl.Callback):
+    """Has a state, logs, and changes what predict returns."""
+
+    def __init__(self):
+        self.batches, self.errors = 0, []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.batches += 1
+
+    def on_validation_epoch_end(self, trainer, pl_module):
+        self.log("batches", float(self.batches))
+        self.log_dict({"twice": 2.0 * self.batches})
+
+    def on_predict_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        outputs["twice"] = 2 * outputs["y"]
+
+    def on_exception(self, trainer, pl_module, exception):
+        self.errors.append(exception)
+
+    def state_dict(self):
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state_dict):
+        self.batches = state_dict["batches"]
+
+
+class Counted(modules.Net):
+    def __init__(self):
+        super().__init__(dropout=0.0)
+        self.counts = Counts()
+
+    def configure_callbacks(self):
+        return self.counts
+
+    def predict_step(self, batch, batch_idx):
+        return {"y": self(batch[0])}
+
+
+def test_callbacks_that_a_module_brings_log_and_change_what_predict_returns():
+    theirs, ours = Counted(), Counted()
+    trainer = trained_by_lightning(theirs, loader(), validation=loader(16, 4))
+    model = trained(ours, loader(), validation=loader(16, 4))
+    for name in ("batches", "twice"):
+        assert model.history.history[name][-1] == float(trainer.callback_metrics[name])
+    theirs.load_state_dict(ours.state_dict())
+    expected = torch.cat([one["twice"] for one in trainer.predict(theirs, loader())])
+    found = model.predict(loader(), verbose=0)
+    assert found.keys() == {"y", "twice"}
+    torch.testing.assert_close(torch.as_tensor(found["twice"]), expected)
+
+
+def test_a_resume_gives_brought_callbacks_their_state(tmp_path):
+    first = model_of(Counted())
+    first.fit(loader(), epochs=1, verbose=0)
+    first.save(tmp_path / "1.h5")
+    again = model_of(Counted())
+    again.fit(loader(), epochs=3, verbose=0, resume_from=tmp_path / "1.h5")
+    assert again.net.counts.batches == 9
+
+
+def test_brought_callbacks_get_an_error():
+    model = model_of(Counted())
+    error = ZeroDivisionError()
+
+    def fails(batch, batch_idx):
+        raise error
+
+    model.net.training_step = fails
+    with pytest.raises(ZeroDivisionError):
+        model.fit(loader(), epochs=1, verbose=0)
+    assert model.net.counts.errors == [error]
+
+
+def test_callbacks_derived_from_those_that_steer_the_trainer_are_refused():
+    class Mine(pl.callbacks.StochasticWeightAveraging):
+        pass
+
+    class Configures(modules.Net):
+        def configure_callbacks(self):
+            return Mine(0.1)
+
+    with pytest.raises(
+        fitkit.ConfigurationError, match=r"fitkit.callbacks.StochasticWeightAveraging.*FK083"
+    ):
+        trained(Configures(), loader())
+
+
 def test_callbacks_of_lightning_are_refused():
     class Configures(modules.Net):
         def configure_callbacks(self):
