@@ -96,6 +96,24 @@ class ServedModel(Model):
             return source.steps
         return -(-source.samples // (ranks * source.batch_size))
 
+    def interrupt(self, error: BaseException) -> None:
+        """Tell the callbacks that the module brings of an error, once a verb."""
+        if self.trainer.interrupted:
+            return
+        self.trainer.enter_interrupted()
+        self.hooks.call_beside("on_exception", error)
+
+    def validates_next(self, steps: int) -> bool:
+        """Whether the running fit validates after this number of the epoch's batches."""
+        run, updates = self.run, self.hooked_updates
+        if not run.held_out or not updates.is_between_updates:
+            return False
+        if updates.is_last or self.stop_training:
+            return bool(run.arguments.validates_after(self.current_epoch))
+        validated = run.data.place.validated
+        last = 0 if validated is None else validated["steps"]
+        return bool(run.validations.plan.is_due(steps, last))
+
     @property
     def validation_sets(self) -> list[str]:
         """The names of the running fit's validation sets; a single one's is empty."""
@@ -138,7 +156,10 @@ class ServedModel(Model):
         on_step = is_step if on_step is None else on_step
         on_epoch = not is_step if on_epoch is None else on_epoch
         if not (on_step or on_epoch):
-            return
+            raise refusal(
+                f"self.log({name!r}, on_epoch=False) was called in {hook}, so the value is neither "
+                "a step's nor the epoch's. Leave out on_epoch."
+            )
         if hook != "training_step" or options["rank_zero_only"]:
             options["sync_dist"] = False  # an epoch's value is that of all ranks
         context = self._fitkit.contexts.current

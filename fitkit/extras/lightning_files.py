@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -64,22 +65,27 @@ class HookCheckpoint(dict[str, Any]):
 def saved_by_hook(model: ServedModel, weights: Any) -> tuple[Any, dict[str, Any]]:
     """Return the weights that `on_save_checkpoint` leaves for a checkpoint, and what it adds.
 
+    The states of callbacks that the module brings are there, too.
+
     Args:
         weights: the module's.
     """
     hooks = model.hooks
-    if not hooks.has("on_save_checkpoint"):
+    states = {one.state_key: state for one in hooks.beside if (state := one.state_dict())}
+    if not states and not hooks.has("on_save_checkpoint"):
         return weights, {}
     hook = f"{hooks.kind.__name__}.on_save_checkpoint"
     state = weights.copy()
     checkpoint = HookCheckpoint(
         _known(model, state, epoch=model.current_epoch, global_step=model.global_step)
     )
+    own = {"callbacks": states} if states else {}
+    checkpoint.update(own)
     given = set(checkpoint)
     hooks.call("on_save_checkpoint", checkpoint)
     kept: OrderedDict[str, Any] = OrderedDict(checkpoint.checked_state(hook, given))
     kept._metadata = getattr(weights, "_metadata", {})  # type: ignore[attr-defined]
-    added = {name: value for name, value in checkpoint.items() if name not in given}
+    added = {name: value for name, value in checkpoint.items() if name in own or name not in given}
     try:
         check_plain(added, f"what {hook} adds")
     except ConfigurationError as error:
@@ -97,7 +103,7 @@ def loaded_by_hook(model: ServedModel, weights: OpenWeights, beside: Any) -> Ope
         beside: returns all else in the file.
     """
     hooks = model.hooks
-    rest = beside() if hooks.has("on_load_checkpoint") else {}
+    rest = beside() if hooks.beside or hooks.has("on_load_checkpoint") else {}
     if not rest or LEFT_OUT in rest.get("added", ()):
         return weights
     hook = f"{hooks.kind.__name__}.on_load_checkpoint"
@@ -113,15 +119,42 @@ def loaded_by_hook(model: ServedModel, weights: OpenWeights, beside: Any) -> Ope
     checkpoint = HookCheckpoint({**rest, "state_dict": content})
     given, parameters = set(checkpoint), [id(one) for one in model.parameters()]
     try:
-        hooks.call("on_load_checkpoint", checkpoint)
+        hooks.call_own("on_load_checkpoint", checkpoint)
     except KeyError as error:
         name = error.args[0] if error.args else error
         raise CheckpointError(f"{weights.path} can't be loaded: {hook} failed ({name}).") from error
+    if hooks.beside and model.run is None and model.trainer.is_running("fit"):
+        others = {name: value for name, value in checkpoint.items() if name != "state_dict"}
+        vars(model)["resumed"] = others  # for the callbacks, which each rank has
     kept = checkpoint.checked_state(hook, given)
     if [id(one) for one in model.parameters()] != parameters:
         model._fitkit.fit_state.drop_optimizers()  # they hold what the hook has replaced
     is_same = kept.keys() == before.keys() and all(kept[name] is before[name] for name in kept)
     return weights if is_same else weights.replaced(kept)
+
+
+def resume_callbacks(model: ServedModel) -> None:
+    """Give the callbacks that the module brings what a resumed checkpoint has for them.
+
+    Raises:
+        CheckpointError: a callback can't take it.
+    """
+    others = vars(model).pop("resumed", None)
+    if others is None:
+        return
+    hooks = model.hooks
+    checkpoint = HookCheckpoint({**others, "state_dict": model.net.state_dict()})
+    states = others.get("callbacks", {})
+    try:
+        hooks.call_beside("on_load_checkpoint", checkpoint)
+        for one in hooks.beside:
+            if one.state_key in states:
+                one.load_state_dict(copy.deepcopy(states[one.state_key]))
+    except Exception as error:
+        raise CheckpointError(
+            "A callback that configure_callbacks returned can't resume from the checkpoint "
+            f"({type(error).__name__}: {error})."
+        ) from error
 
 
 def _known(model: ServedModel, state: Any, *, epoch: int, global_step: int) -> dict[str, Any]:

@@ -32,12 +32,12 @@ from fitkit.extras.lightning_data import (
     training_data,
     validation_data,
 )
-from fitkit.extras.lightning_files import loaded_by_hook, saved_by_hook
+from fitkit.extras.lightning_files import loaded_by_hook, resume_callbacks, saved_by_hook
 from fitkit.extras.lightning_hooks import PACKAGES, Hooks, defines, is_lightnings
 from fitkit.extras.lightning_services import attach
 from fitkit.extras.lightning_trainer import Trainer, Word
 from fitkit.extras.lightning_updates import HookedScheduler, Idle
-from fitkit.extras.lightning_watcher import RatesByEpoch, hooks_updates, watcher_for
+from fitkit.extras.lightning_watcher import EpochEnd, hooks_updates, watcher_for
 from fitkit.modes import set_flags
 from fitkit.seams.files import OpenWeights
 from fitkit.seams.networks import OpenedData
@@ -211,9 +211,11 @@ class LightningModel(ServedModel):
 
     def predict_batches(self, x: Any = None, **arguments: Any) -> Any:
         """As `Model.predict_batches`. Without data, those of `predict_dataloader`."""
-        with self._verb("predict", {"x": x, **arguments}) as given:
+        with contextlib.ExitStack() as stack:
+            given = stack.enter_context(self._verb("predict", {"x": x, **arguments}))
             given["x"] = self._one_loader("predict", given["x"])
-            return super().predict_batches(**self._noted("predict", given))
+            batches = super().predict_batches(**self._noted("predict", given))
+            return _until_read(batches, stack.pop_all())
 
     @contextlib.contextmanager
     def _verb(self, stage: str, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -242,8 +244,15 @@ class LightningModel(ServedModel):
             hooks.ask("configure_sharded_model")  # its name before
             hooks.ask("configure_model")
             yield {**given, "callbacks": [configured, given.get("callbacks")]}
-            set_flags(self.left_flags)
+            if stage != "fit" or any(part.training for part in self.net.modules()):
+                set_flags(self.left_flags)  # but of a net that was in evaluation mode
             hooks.ask("teardown", Word(stage))
+        except BaseException as error:
+            if not is_nested:
+                self.interrupt(error)
+                if self.data is not None:
+                    self.data.follower.on_exception(error)
+            raise
         finally:
             if is_nested:
                 self.data = outer_data
@@ -267,7 +276,7 @@ class LightningModel(ServedModel):
         self._note({name: value for name, value in given.items() if name != "callbacks"})
         own: list[Any] = [watcher_for(self, stage)]
         if stage == "fit":
-            own.append(RatesByEpoch())
+            own.append(EpochEnd())
         users = CallbackList([configured, callbacks]).callbacks
         return {**given, "callbacks": [*own, *users]}
 
@@ -332,7 +341,9 @@ class LightningModel(ServedModel):
         name = LOADERS[stage]
         if not self.hooks.has(name):
             return None
-        found = self.hooks.call(name)
+        is_evaluated = self.trainer.state.fn != "fit"
+        with torch.no_grad() if is_evaluated else contextlib.nullcontext():
+            found = self.hooks.call(name)
         if stage == "fit":
             return training_data(found)
         if stage == "validate" and self.trainer.state.fn == "fit":
@@ -413,17 +424,16 @@ class LightningModel(ServedModel):
 
     @contextlib.contextmanager
     def _around_validation(self) -> Iterator[None]:
-        if not self.hooks.has("on_validation_model_train"):
-            with super()._around_validation():
-                yield
-            return
         with super()._around_validation():
             yield
-            flags = [(part, part.training) for part in self.modules()]
-        if self._is_last_set():  # the hook has said how the training goes on
+            flags = [(part, part.training) for part in self.net.modules()]
+        if not self._is_last_set():
+            return
+        if self.hooks.has("on_validation_model_train"):  # it has said how the training goes on
             set_flags(flags)
             self.run.in_evaluation = [part for part, flag in flags if not flag]
-            vars(self)["left_flags"] = flags
+        if self.hooked_updates is not None:
+            self.hooked_updates.after_validation()
 
     # ------------------------------------------------------------------ optimizers
 
@@ -477,6 +487,7 @@ class LightningModel(ServedModel):
     def _fit_begins(self, run: Any) -> None:
         vars(self)["_run"] = weakref.ref(run)
         attach(self.net, self.trainer)
+        resume_callbacks(self)
         self._made_optimizers()  # with the schedulers, which may decide about compiling
         compiler = self._fitkit.compiler
         if hooks_updates(self) and compiler is not None and not isinstance(compiler, NetAlone):
@@ -497,6 +508,15 @@ class Bound:
 
     def __call__(self, *arguments: Any) -> Any:
         return getattr(self._model(), self._name)(*self._first, *arguments)
+
+
+def _until_read(batches: Any, verb: contextlib.ExitStack) -> Iterator[Any]:
+    """Yield a verb's batches; it ends with the last, or when no more are wanted."""
+    with verb:
+        try:
+            yield from batches
+        except GeneratorExit:
+            batches.close()
 
 
 def _settings(call: dict[str, Any]) -> dict[str, Any]:
