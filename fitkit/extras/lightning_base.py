@@ -200,6 +200,18 @@ class Unknown:
         raise AttributeError(message if name.startswith("_") else with_code(message, "FK084"))
 
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse, with a sentence, to set what can only be read."""
+        found = getattr(type(self), name, None)
+        if isinstance(found, property) and found.fset is None:
+            message = (
+                f"fitkit trains this module, and its {self.KNOWN_AS}.{name} can't be set. Give it "
+                "to compile or fit, or change the object that it returns."
+            )
+            raise AttributeError(with_code(message, "FK084"))
+        super().__setattr__(name, value)
+
+
 def refusal(message: str) -> ConfigurationError:
     """Return the error for what a LightningModule can't be trained with."""
     return ConfigurationError(message, code="FK083")

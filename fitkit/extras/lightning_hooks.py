@@ -274,6 +274,11 @@ def step_names(function: Any, name: str, *, is_bound: bool) -> tuple[str, ...]:
         raise ConfigurationError(
             f"{name} takes no batch. Write def {name}(self, batch, batch_idx)."
         )
+    if named and named[0].name == "dataloader_iter":
+        raise ConfigurationError(
+            f"{name} takes dataloader_iter, but fitkit reads the batches. Write def {name}(self, "
+            "batch, batch_idx)."
+        )
     found: list[str] = []
     for place, one in enumerate(named[1:]):
         if one.name in ("dataloader_idx", "optimizer_idx", "batch_idx"):

@@ -524,6 +524,24 @@ def test_an_unknown_attribute_of_the_trainer_is_named():
         assert model.net.trainer.strategy.lightning_module
 
 
+def test_what_can_only_be_read_is_named_when_it_is_set():
+    class Sets(modules.Net):
+        def on_train_start(self):
+            self.trainer.accumulate_grad_batches = 2
+
+    with pytest.raises(AttributeError, match=r"trainer.accumulate_grad_batches.*FK084"):
+        trained(Sets(), loader())
+
+
+def test_a_step_that_reads_the_batches_itself_is_refused():
+    class Reads(modules.Net):
+        def training_step(self, dataloader_iter):
+            return self.loss(next(dataloader_iter)[0])
+
+    with pytest.raises(fitkit.ConfigurationError, match="training_step takes dataloader_iter"):
+        trained(Reads(), loader())
+
+
 def test_a_module_can_end_the_training():
     class Ends(modules.Net):
         def on_train_epoch_end(self):
