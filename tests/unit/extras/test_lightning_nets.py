@@ -287,6 +287,13 @@ def test_a_model_goes_with_its_last_name():
     assert module.trainer.fitkit_model is None
 
 
+def test_a_trained_module_exports_itself():
+    model = trained(modules.Net(), loader())
+    x, _ = next(iter(loader()))
+    scripted = model.net.to_torchscript(method="trace", example_inputs=x)
+    torch.testing.assert_close(scripted(x), model.net.eval()(x))
+
+
 class Outliving(modules.Net):
     """A module that asks its trainer in its forward."""
 
