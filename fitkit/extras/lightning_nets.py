@@ -88,6 +88,10 @@ class LightningModel(ServedModel):
         vars(self).update(call={}, written=set())
         self._set_up()
 
+    @property
+    def _acting(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return self.hooks.beside
+
     def _set_up(self) -> None:
         """Serve the module, and have the hooks that its class overrides."""
         own, module = vars(self), self.net
