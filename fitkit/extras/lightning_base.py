@@ -199,7 +199,6 @@ class Unknown:
         )
         raise AttributeError(message if name.startswith("_") else with_code(message, "FK084"))
 
-
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse, with a sentence, to set what can only be read."""
         found = getattr(type(self), name, None)

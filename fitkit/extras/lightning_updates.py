@@ -138,7 +138,8 @@ class HookedUpdates:
         if not self._ends:
             if hooks.has("on_train_batch_end"):
                 hooks.call("on_train_batch_end", self._outputs(), moved, index)
-            self.waits_for_values = model.validates_next(index + 1)
+            has_schedulers = bool(model._fitkit.fit_state.schedulers)
+            self.waits_for_values = has_schedulers and model.validates_next(index + 1)
             if not self.waits_for_values:
                 self.move_rates("step", watching=True)
         hooks.forget_batch()
