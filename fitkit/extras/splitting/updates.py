@@ -95,7 +95,7 @@ class UpdateInParts(Update):
         if self._logs is not None:
             self._logs.end_batch()
             record.logged.exchange(self._logs.step.ranks, is_padding=batch.samples == 0)
-        if self.is_part:
+        if self.is_part or self._group is not None:
             self._count()
         elif self._learns:
             self._update()
