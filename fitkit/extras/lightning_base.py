@@ -52,7 +52,8 @@ class ServedModel(Model):
         trainer: what the module sees as its trainer.
         hooked_updates: what the running `fit` trains by; None if nothing is around its updates.
         loader: the number of the validation set that is read; None if there is one.
-        left_flags: the modes in which the module's own hook has left it after an evaluation.
+        left_flags: the modes in which the module's own hooks have left it.
+        stops_early: whether a hook before the training has ended it.
         updates_before: within `optimizer_step`, the updates before it; else None.
     """
 
@@ -64,6 +65,7 @@ class ServedModel(Model):
     loader: int | None
     updates_before: int | None = None
     left_flags: list[tuple[torch.nn.Module, bool]]
+    stops_early: bool = False
     _run: Callable[[], Any]
 
     @property

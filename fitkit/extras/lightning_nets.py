@@ -233,6 +233,8 @@ class LightningModel(ServedModel):
         hooks, is_nested = self.hooks, self._fitkit.fit_state.run is not None
         attach(self.net, self.trainer)
         vars(self)["left_flags"] = []
+        if stage == "fit" and not is_nested:
+            self.stop_training = False
         try:
             self.data = self._data_module(stage, given["x"])
             self._note(given)
@@ -493,6 +495,7 @@ class LightningModel(ServedModel):
         attach(self.net, self.trainer)
         resume_callbacks(self)
         self._made_optimizers()  # with the schedulers, which may decide about compiling
+        vars(self)["stops_early"] = bool(self.stop_training)
         compiler = self._fitkit.compiler
         if hooks_updates(self) and compiler is not None and not isinstance(compiler, NetAlone):
             self._fitkit.compiler = NetAlone(compiler)

@@ -53,6 +53,7 @@ class Watcher(Callback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self.model.trainer.enter(self.stage, "train")
         self.model.trainer.epochs_over = 0
+        self.model.stop_training = self.model.stops_early
         self._take_updates()
         hooks = self.model.hooks
         hooks.ask("on_fit_start")

@@ -540,6 +540,19 @@ def test_what_can_only_be_read_is_named_when_it_is_set():
         trained(Sets(), loader())
 
 
+@pytest.mark.parametrize("hook", ["setup", "configure_optimizers", "on_train_start"])
+@pytest.mark.parametrize("compiled", [ALONE, TWO], ids=["one process", "two processes"])
+def test_a_hook_before_the_training_can_end_it_too(hook, compiled):
+    def stops(self, *arguments):
+        self.trainer.should_stop = True
+        return getattr(super(kind, self), hook)(*arguments)
+
+    kind = type("Stops", (modules.Net,), {hook: stops})
+    model = model_of(kind(), **compiled)
+    model.fit(loader(), epochs=2, verbose=0)
+    assert model.global_step == 1  # as in Keras, after a batch
+
+
 def test_a_step_that_reads_the_batches_itself_is_refused():
     class Reads(modules.Net):
         def training_step(self, dataloader_iter):
