@@ -53,6 +53,8 @@ class ServedModel(Model):
         hooked_updates: what the running `fit` trains by; None if nothing is around its updates.
         loader: the number of the validation set that is read; None if there is one.
         left_flags: the modes in which the module's own hooks have left it.
+        evaluated: what the module's hooks have in evaluation mode at an epoch's begin.
+        lent: what fitkit's callbacks have put into evaluation mode for the epoch.
         stops_early: whether a hook before the training has ended it.
         updates_before: within `optimizer_step`, the updates before it; else None.
     """
@@ -65,6 +67,8 @@ class ServedModel(Model):
     loader: int | None
     updates_before: int | None = None
     left_flags: list[tuple[torch.nn.Module, bool]]
+    evaluated: set[torch.nn.Module]
+    lent: set[torch.nn.Module]
     stops_early: bool = False
     _run: Callable[[], Any]
 
@@ -98,7 +102,7 @@ class ServedModel(Model):
             return source.steps
         return -(-source.samples // (ranks * source.batch_size))
 
-    def interrupt(self, error: BaseException) -> None:
+    def on_exception(self, error: BaseException) -> None:
         """Tell the callbacks that the module brings of an error, once a verb."""
         if self.trainer.interrupted:
             return

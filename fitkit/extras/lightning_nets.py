@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ import fitkit.callbacks
 from fitkit import trees
 from fitkit.arguments import describe
 from fitkit.callbacks import CallbackList
+from fitkit.errors import warn
 from fitkit.extras.lightning_base import ServedModel, refusal
 from fitkit.extras.lightning_data import (
     DataModule,
@@ -37,7 +38,7 @@ from fitkit.extras.lightning_hooks import PACKAGES, Hooks, defines, is_lightning
 from fitkit.extras.lightning_services import attach
 from fitkit.extras.lightning_trainer import Trainer, Word
 from fitkit.extras.lightning_updates import HookedScheduler, Idle
-from fitkit.extras.lightning_watcher import EpochEnd, hooks_updates, watcher_for
+from fitkit.extras.lightning_watcher import EpochEnd, OthersModes, hooks_updates, watcher_for
 from fitkit.modes import set_flags
 from fitkit.seams.files import OpenWeights
 from fitkit.seams.networks import OpenedData
@@ -57,7 +58,8 @@ ZERO_GRAD = ("on_validation_model_zero_grad", "optimizer_zero_grad")
 """Hooks that may leave gradients for the time after a validation, which Lightning drops then."""
 
 SET_UP = (
-    "data", "evaluated_flags", "left_flags", "hooks", "trainer", "hooked_updates", "loader", "_run",
+    "data", "evaluated_flags", "left_flags", "evaluated", "lent", "hooks", "trainer",
+    "hooked_updates", "loader", "_run",
     "configure_optimizers", "transfer_batch_to_device", "validation_epoch_end", "test_epoch_end",
     *(f"{stage}_step" for stage in STEPS),
 )  # fmt: skip
@@ -97,7 +99,7 @@ class LightningModel(ServedModel):
         own, module = vars(self), self.net
         hooks = Hooks(module)
         own.update(hooks=hooks, trainer=Trainer(self), hooked_updates=None, loader=None)
-        own.update(data=None, evaluated_flags=[], left_flags=[])
+        own.update(data=None, evaluated_flags=[], left_flags=[], evaluated=set(), lent=set())
         own["_run"] = lambda: None
         attach(module, self.trainer)
         self._bind()
@@ -232,7 +234,7 @@ class LightningModel(ServedModel):
         before = state.fn, state.stage, state.status
         hooks, is_nested = self.hooks, self._fitkit.fit_state.run is not None
         attach(self.net, self.trainer)
-        vars(self)["left_flags"] = []
+        vars(self).update(left_flags=[], lent=set())
         if stage == "fit" and not is_nested:
             self.stop_training = False
         try:
@@ -255,9 +257,9 @@ class LightningModel(ServedModel):
             hooks.ask("teardown", Word(stage))
         except BaseException as error:
             if not is_nested:
-                self.interrupt(error)
+                tell(self.on_exception, error)
                 if self.data is not None:
-                    self.data.follower.on_exception(error)
+                    tell(self.data.follower.on_exception, error)
             raise
         finally:
             if is_nested:
@@ -284,7 +286,8 @@ class LightningModel(ServedModel):
         if stage == "fit":
             own.append(EpochEnd())
         users = CallbackList([configured, callbacks]).callbacks
-        return {**given, "callbacks": [*own, *users]}
+        last = [OthersModes()] if stage == "fit" and users else []
+        return {**given, "callbacks": [*own, *users, *last]}
 
     def _note(self, given: dict[str, Any]) -> None:
         """Note what the verb was given, for the trainer."""
@@ -515,6 +518,14 @@ class Bound:
 
     def __call__(self, *arguments: Any) -> Any:
         return getattr(self._model(), self._name)(*self._first, *arguments)
+
+
+def tell(hook: Callable[[BaseException], None], error: BaseException) -> None:
+    """Tell a hook of an error; if it fails itself, that is a warning."""
+    try:
+        hook(error)
+    except Exception as another:
+        warn(f"on_exception failed: {type(another).__name__}: {another}")
 
 
 def _until_read(batches: Any, verb: contextlib.ExitStack) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -79,7 +80,8 @@ class Watcher(Callback):
     def _before_step(self, optimizer: Any, arguments: Any, named: Any) -> Any:
         """Call the hook before a step of the module's own: after each closure, if it has one."""
         hook = partial(self.model.hooks.call, "on_before_optimizer_step", optimizer)
-        closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
+        own, *placed = arguments
+        closure = placed[0] if placed else named.get("closure")
         if closure is None:
             hook()
             return None
@@ -89,7 +91,9 @@ class Watcher(Callback):
             hook()
             return found
 
-        return arguments[:1], {**named, "closure": then_hook}
+        if placed:
+            return (own, then_hook, *placed[1:]), named
+        return arguments, {**named, "closure": then_hook}
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         if self.is_evaluated:
@@ -98,6 +102,7 @@ class Watcher(Callback):
         self.model.written.clear()
         self.model.trainer.log_held()
         self.model.hooks.ask("on_train_epoch_start")
+        vars(self.model)["evaluated"] = in_evaluation(self.model.net)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.model.as_written(logs)
@@ -115,15 +120,15 @@ class Watcher(Callback):
         self.model.trainer.epochs_over = 1
         hooks.ask("on_train_end")
         hooks.ask("on_fit_end")
-        self._note_flags()
+        self._note_flags(self.model.lent)
 
-    def _note_flags(self) -> None:
-        """Note the modes in which the module's hooks leave it."""
+    def _note_flags(self, lent: Collection[torch.nn.Module] = ()) -> None:
+        """Note the modes in which the module's hooks leave it; parts that are lent go back."""
         parts = self.model.net.modules()
-        vars(self.model)["left_flags"] = [(part, part.training) for part in parts]
+        vars(self.model)["left_flags"] = [(part, part.training or part in lent) for part in parts]
 
     def on_exception(self, error: BaseException) -> None:
-        self.model.interrupt(error)
+        self.model.on_exception(error)
 
     # ------------------------------------------------------------------ evaluate, validations
 
@@ -246,4 +251,20 @@ class EpochEnd(Callback):
         updates = self.model.hooked_updates
         if updates is not None and updates.is_last:  # not where a stop has cut the epoch
             updates.move_rates("epoch", watching=True, values=logs)
-        self.model.run.in_evaluation = [part for part in self.model.modules() if not part.training]
+        self.model.run.in_evaluation = [*in_evaluation(self.model.net) - self.model.lent]
+
+
+class OthersModes(Callback):
+    """Notes what fitkit's callbacks put into evaluation mode for an epoch, which ends with it."""
+
+    model: ServedModel
+    stops_alike = True
+    comes_last = True
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        vars(self.model)["lent"] = in_evaluation(self.model.net) - self.model.evaluated
+
+
+def in_evaluation(net: torch.nn.Module) -> set[torch.nn.Module]:
+    """Return the parts of a net that are in evaluation mode."""
+    return {part for part in net.modules() if not part.training}

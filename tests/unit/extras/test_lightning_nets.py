@@ -553,6 +553,22 @@ def test_a_hook_before_the_training_can_end_it_too(hook, compiled):
     assert model.global_step == 1  # as in Keras, after a batch
 
 
+def test_what_a_callback_holds_in_evaluation_mode_is_held_for_its_epochs_alone():
+    class Counted(modules.Net):
+        def __init__(self):
+            super().__init__()
+            self.backbone = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+
+        def forward(self, x):
+            return self.net(self.backbone(x))
+
+    module = Counted()
+    model = model_of(module)
+    thaws = fitkit.callbacks.BackboneFinetuning(2, backbone="backbone", train_bn=False)
+    model.fit(loader(), epochs=3, verbose=0, callbacks=thaws)
+    assert module.backbone[1].num_batches_tracked == 3  # of the last epoch
+
+
 def test_a_step_that_reads_the_batches_itself_is_refused():
     class Reads(modules.Net):
         def training_step(self, dataloader_iter):
