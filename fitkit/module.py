@@ -6,7 +6,7 @@ import functools
 import inspect
 import io
 import numbers
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -136,8 +136,9 @@ class Module(nn.Module):
     stop_predicting: bool = False
     automatic_optimization: bool = True
     current_epoch: int = 0
-    # By what names its own code ends a training.
+    # By what names its own code ends a training, and what else than its modules has such code.
     _stopped_by: frozenset[str] = frozenset({"stop_training"})
+    _acting: Sequence[object] = ()
 
     def __getattr__(self, name: str) -> Any:
         """Return a parameter, buffer or module of that name.

@@ -52,7 +52,10 @@ class ServedModel(Model):
         trainer: what the module sees as its trainer.
         hooked_updates: what the running `fit` trains by; None if nothing is around its updates.
         loader: the number of the validation set that is read; None if there is one.
-        left_flags: the modes in which the module's own hook has left it after an evaluation.
+        left_flags: the modes in which the module's own hooks have left it.
+        evaluated: what the module's hooks have in evaluation mode at an epoch's begin.
+        lent: what fitkit's callbacks have put into evaluation mode for the epoch.
+        stops_early: whether a hook before the training has ended it.
         updates_before: within `optimizer_step`, the updates before it; else None.
     """
 
@@ -64,6 +67,9 @@ class ServedModel(Model):
     loader: int | None
     updates_before: int | None = None
     left_flags: list[tuple[torch.nn.Module, bool]]
+    evaluated: set[torch.nn.Module]
+    lent: set[torch.nn.Module]
+    stops_early: bool = False
     _run: Callable[[], Any]
 
     @property
@@ -95,6 +101,24 @@ class ServedModel(Model):
         if ranks == 1 or source.samples is None or source.batch_size is None:
             return source.steps
         return -(-source.samples // (ranks * source.batch_size))
+
+    def on_exception(self, error: BaseException) -> None:
+        """Tell the callbacks that the module brings of an error, once a verb."""
+        if self.trainer.interrupted:
+            return
+        self.trainer.enter_interrupted()
+        self.hooks.call_beside("on_exception", error)
+
+    def validates_next(self, steps: int) -> bool:
+        """Whether the running fit validates after this number of the epoch's batches."""
+        run, updates = self.run, self.hooked_updates
+        if not run.held_out or not updates.is_between_updates:
+            return False
+        if updates.is_last or self.stop_training:
+            return bool(run.arguments.validates_after(self.current_epoch))
+        validated = run.data.place.validated
+        last = 0 if validated is None else validated["steps"]
+        return bool(run.validations.plan.is_due(steps, last))
 
     @property
     def validation_sets(self) -> list[str]:
@@ -138,7 +162,10 @@ class ServedModel(Model):
         on_step = is_step if on_step is None else on_step
         on_epoch = not is_step if on_epoch is None else on_epoch
         if not (on_step or on_epoch):
-            return
+            raise refusal(
+                f"self.log({name!r}, on_epoch=False) was called in {hook}, so the value is neither "
+                "a step's nor the epoch's. Leave out on_epoch."
+            )
         if hook != "training_step" or options["rank_zero_only"]:
             options["sync_dist"] = False  # an epoch's value is that of all ranks
         context = self._fitkit.contexts.current
@@ -170,7 +197,7 @@ class Unknown:
     """What to do in place of asking for a name."""
     OURS: ClassVar[frozenset[str]] = frozenset()
     """Names that are for fitkit alone."""
-    SET_BY: ClassVar[str] = "It follows from what compile and the verb are given."
+    SET_BY: ClassVar[str] = "Give it to compile or fit, or change the object that it returns."
     """What decides about the attributes that can't be set."""
 
     def __getattr__(self, name: str) -> Any:
@@ -184,6 +211,7 @@ class Unknown:
         raise AttributeError(message if name.startswith("_") else with_code(message, "FK084"))
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse, with a sentence, to set what can only be read."""
         found = getattr(type(self), name, None)
         if isinstance(found, property) and found.fset is None:
             message = (

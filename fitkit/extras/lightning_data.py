@@ -88,11 +88,12 @@ class DataModule:
         module = self.module
         if getattr(arguments, "resumed", None) is not None:
             self.follower.restore(arguments.resumed.callbacks)
-        x, held_out = getattr(module, self._loader)(), None
+        held_out = None
         if self.verb != "fit":
-            x = only_loader(x, self.verb, self._loader)
+            with torch.no_grad():
+                x = only_loader(getattr(module, self._loader)(), self.verb, self._loader)
         else:
-            x = training_data(x)
+            x = training_data(getattr(module, self._loader)())
             validates = validates and arguments.validation_data is None
             if validates and defines(module, "val_dataloader"):
                 held_out = validation_data(module.val_dataloader())
@@ -164,6 +165,7 @@ class DataModuleState(Callback):
     def __init__(self, module: Any, stage: str) -> None:
         self.module = module
         self.stage = stage
+        self._knows_error = False
 
     def set_model(self, model: Module) -> None:
         super().set_model(model)
@@ -184,7 +186,9 @@ class DataModuleState(Callback):
             self.module.teardown(self.stage)
 
     def on_exception(self, error: BaseException) -> None:
-        self.module.on_exception(error)
+        if not self._knows_error:
+            self._knows_error = True
+            self.module.on_exception(error)
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = self.module.state_dict()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -15,9 +16,6 @@ ELSEWHERE = ("optimizer_states", "lr_schedulers", "callbacks", "loops")
 """What Lightning's checkpoints have, and fitkit's keep in a form of their own."""
 
 LEFT_OUT = "is_left_out"
-
-OF_CALLBACKS = "states_of_callbacks"
-"""What a checkpoint calls the states of callbacks that the module brings."""
 
 
 class HookCheckpoint(dict[str, Any]):
@@ -68,35 +66,38 @@ class HookCheckpoint(dict[str, Any]):
 def saved_by_hook(model: ServedModel, weights: Any) -> tuple[Any, dict[str, Any]]:
     """Return the weights that `on_save_checkpoint` leaves for a checkpoint, and what it adds.
 
+    The states of callbacks that the module brings are there, too.
+
     Args:
         weights: the module's.
     """
     hooks = model.hooks
-    hook = f"{hooks.kind.__name__}.on_save_checkpoint"
-    states = {one.state_key: one.state_dict() for one in _with_states(hooks)}
-    beside = _plain({OF_CALLBACKS: states}, "state_dict of a callback") if states else {}
+    states = {one.state_key: state for one in _with_states(hooks) if (state := one.state_dict())}
+    own = {"callbacks": states} if states and _is_plain(states, "a callback's state_dict") else {}
     if not hooks.has("on_save_checkpoint"):
-        return weights, beside
+        return weights, own
+    hook = f"{hooks.kind.__name__}.on_save_checkpoint"
     state = weights.copy()
-    checkpoint = HookCheckpoint(
-        _known(model, state, epoch=model.current_epoch, global_step=model.global_step)
-    )
+    known = _known(model, state, epoch=model.current_epoch, global_step=model.global_step)
+    checkpoint = HookCheckpoint({**known, **own})
     given = set(checkpoint)
     hooks.call("on_save_checkpoint", checkpoint)
     kept: OrderedDict[str, Any] = OrderedDict(checkpoint.checked_state(hook, given))
     kept._metadata = getattr(weights, "_metadata", {})  # type: ignore[attr-defined]
     added = {name: value for name, value in checkpoint.items() if name not in given}
-    return kept, {**beside, **_plain(added, f"what {hook} adds")}
+    if not _is_plain(added, f"what {hook} adds"):
+        added = {LEFT_OUT: True}
+    return kept, {**own, **added}
 
 
-def _plain(added: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return what files can hold; all of it is left out where they can't."""
+def _is_plain(content: dict[str, Any], place: str) -> bool:
+    """Whether files can hold something; say so if they can't."""
     try:
-        check_plain(added, place)
+        check_plain(content, place)
     except ConfigurationError as error:
         warn_once(f"{error} Files leave all of it out, and it isn't given back.")
-        return {} if OF_CALLBACKS in added else {LEFT_OUT: True}
-    return added
+        return False
+    return True
 
 
 def _with_states(hooks: Hooks) -> list[Any]:
@@ -114,14 +115,10 @@ def loaded_by_hook(model: ServedModel, weights: OpenWeights, beside: Any) -> Ope
         beside: returns all else in the file.
     """
     hooks = model.hooks
-    stateful = _with_states(hooks)
-    rest = beside() if stateful or hooks.has("on_load_checkpoint") else {}
-    added = dict(rest.get("added") or {})
-    states = added.pop(OF_CALLBACKS, {})
-    for one in stateful:
-        if one.state_key in states:
-            one.load_state_dict(states[one.state_key])
-    if not rest or LEFT_OUT in added or not hooks.has("on_load_checkpoint"):
+    rest = beside() if hooks.beside or hooks.has("on_load_checkpoint") else {}
+    added = rest.get("added") or {}
+    if not rest or LEFT_OUT in added:
+        _keep_for_callbacks(model, added)
         return weights
     hook = f"{hooks.kind.__name__}.on_load_checkpoint"
     content = weights.content([*weights.describe(), *weights.extra]).state_dict()
@@ -136,15 +133,48 @@ def loaded_by_hook(model: ServedModel, weights: OpenWeights, beside: Any) -> Ope
     checkpoint = HookCheckpoint({**rest, "state_dict": content})
     given, parameters = set(checkpoint), [id(one) for one in model.parameters()]
     try:
-        hooks.call("on_load_checkpoint", checkpoint)
+        hooks.call_own("on_load_checkpoint", checkpoint)
     except KeyError as error:
         name = error.args[0] if error.args else error
         raise CheckpointError(f"{weights.path} can't be loaded: {hook} failed ({name}).") from error
+    _keep_for_callbacks(model, checkpoint)
     kept = checkpoint.checked_state(hook, given)
     if [id(one) for one in model.parameters()] != parameters:
         model._fitkit.fit_state.drop_optimizers()  # they hold what the hook has replaced
     is_same = kept.keys() == before.keys() and all(kept[name] is before[name] for name in kept)
     return weights if is_same else weights.replaced(kept)
+
+
+def _keep_for_callbacks(model: ServedModel, content: Mapping[str, Any]) -> None:
+    """Keep what a fit resumes from for the brought callbacks, which each rank has."""
+    if model.hooks.beside and model.run is None and model.trainer.is_running("fit"):
+        others = {name: value for name, value in content.items() if name != "state_dict"}
+        vars(model)["resumed"] = others
+
+
+def resume_callbacks(model: ServedModel) -> None:
+    """Give the callbacks that the module brings what a resumed checkpoint has for them.
+
+    Raises:
+        CheckpointError: a callback can't take it.
+    """
+    others = vars(model).pop("resumed", None)
+    if others is None:
+        return
+    hooks = model.hooks
+    checkpoint = HookCheckpoint({**others, "state_dict": model.net.state_dict()})
+    states = others.get("callbacks", {})
+    try:
+        if LEFT_OUT not in others:
+            hooks.call_beside("on_load_checkpoint", checkpoint)
+        for one in hooks.beside:
+            if one.state_key in states:
+                one.load_state_dict(copy.deepcopy(states[one.state_key]))
+    except Exception as error:
+        raise CheckpointError(
+            "A callback that configure_callbacks returned can't resume from the checkpoint "
+            f"({type(error).__name__}: {error})."
+        ) from error
 
 
 def _known(model: ServedModel, state: Any, *, epoch: int, global_step: int) -> dict[str, Any]:

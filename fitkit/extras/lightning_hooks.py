@@ -78,6 +78,8 @@ def defines(thing: Any, name: str) -> bool:
 
 def defines_hook(callback: Any, name: str) -> bool:
     """Whether a callback of Lightning's kind has its own code for a hook."""
+    if name in vars(callback):
+        return True
     base = next(kind for kind in type(callback).__mro__ if kind.__name__ == "Callback")
     own = getattr(type(callback), name, None)
     return own is not None and own is not getattr(base, name, own)
@@ -103,10 +105,10 @@ class Hooks:
         self.beside: tuple[Any, ...] = ()
 
     def bring(self, callbacks: Iterable[Any]) -> None:
-        """Call these callbacks' hooks, too, from now on; they log as the module does."""
-        self.beside, module = tuple(callbacks), self.module
-        for one in self.beside:
-            one.log, one.log_dict = module.log, module.log_dict
+        """Call these callbacks' hooks, too, from now on."""
+        self.beside = tuple(callbacks)
+        for one in self.beside:  # as Lightning's Trainer does
+            one.log, one.log_dict = self.module.log, self.module.log_dict
         self._known.clear()
         vars(self).pop("moves", None)
 
@@ -126,20 +128,22 @@ class Hooks:
         return self.call(name, *arguments) if self.has(name) else None
 
     def call(self, name: str, *arguments: Any, **named: Any) -> Any:
-        """Call a hook with as many of the arguments as it takes."""
-        self.tell(name, *arguments)
-        hook = getattr(self.module, name)
-        _, most = numbers_of_arguments(getattr(hook, "__func__", hook), inspect.ismethod(hook))
-        return self.run(name, hook, *arguments[:most], **named)
+        """Call a hook with as many of the arguments as it takes, and before that the callbacks'."""
+        self.call_beside(name, *arguments)
+        return self.call_own(name, *arguments, **named)
 
-    def tell(self, name: str, *arguments: Any) -> None:
-        """Call the hook of the callbacks that the module brings."""
+    def call_beside(self, name: str, *arguments: Any) -> None:
+        """Call a hook of the callbacks that the module brings."""
         for one in self.beside:
             if defines_hook(one, name):
                 theirs = getattr(one, name)
-                _, most = numbers_of_arguments(theirs.__func__, True)
                 given = (self.module.trainer, self.module, *arguments)
-                self.run(name, theirs, *given[:most])
+                self.run(name, theirs, *given[: most_arguments(theirs)])
+
+    def call_own(self, name: str, *arguments: Any, **named: Any) -> Any:
+        """Call a hook of the module alone."""
+        hook = getattr(self.module, name)
+        return self.run(name, hook, *arguments[: most_arguments(hook)], **named)
 
     def at_batch(self, name: str, *arguments: Any, loader: int | None) -> None:
         """Call a batch's hook, if the module overrides it.
@@ -239,6 +243,11 @@ def _as_float(leaf: Any, dtype: torch.dtype) -> Any:
     return leaf.to(dtype) if is_float else leaf
 
 
+def most_arguments(hook: Any) -> int | None:
+    """Return how many arguments a hook takes by place; None for any number."""
+    return numbers_of_arguments(getattr(hook, "__func__", hook), inspect.ismethod(hook))[1]
+
+
 @functools.lru_cache(maxsize=1024)
 def numbers_of_arguments(function: Any, is_bound: bool) -> tuple[int, int | None]:
     """Return how many arguments a hook needs, and takes, by place; None for any number."""
@@ -264,6 +273,11 @@ def step_names(function: Any, name: str, *, is_bound: bool) -> tuple[str, ...]:
     if not named and not takes_all:
         raise ConfigurationError(
             f"{name} takes no batch. Write def {name}(self, batch, batch_idx)."
+        )
+    if named and named[0].name == "dataloader_iter":
+        raise ConfigurationError(
+            f"{name} takes dataloader_iter, but fitkit reads the batches. Write def {name}(self, "
+            "batch, batch_idx)."
         )
     found: list[str] = []
     for place, one in enumerate(named[1:]):

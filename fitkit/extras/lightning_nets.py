@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ import fitkit.callbacks
 from fitkit import trees
 from fitkit.arguments import describe
 from fitkit.callbacks import CallbackList
+from fitkit.errors import warn
 from fitkit.extras.lightning_base import ServedModel, refusal
 from fitkit.extras.lightning_data import (
     DataModule,
@@ -33,12 +34,12 @@ from fitkit.extras.lightning_data import (
     training_data,
     validation_data,
 )
-from fitkit.extras.lightning_files import loaded_by_hook, saved_by_hook
+from fitkit.extras.lightning_files import loaded_by_hook, resume_callbacks, saved_by_hook
 from fitkit.extras.lightning_hooks import PACKAGES, Hooks, defines
 from fitkit.extras.lightning_services import attach
 from fitkit.extras.lightning_trainer import Trainer, Word
 from fitkit.extras.lightning_updates import HookedScheduler, Idle, OfAll
-from fitkit.extras.lightning_watcher import RatesByEpoch, hooks_updates, watcher_for
+from fitkit.extras.lightning_watcher import EpochEnd, OthersModes, hooks_updates, watcher_for
 from fitkit.modes import set_flags
 from fitkit.seams.files import OpenWeights
 from fitkit.seams.networks import OpenedData
@@ -61,7 +62,8 @@ ZERO_GRAD = ("on_validation_model_zero_grad", "optimizer_zero_grad")
 """Hooks that may leave gradients for the time after a validation, which Lightning drops then."""
 
 SET_UP = (
-    "data", "evaluated_flags", "left_flags", "hooks", "trainer", "hooked_updates", "loader", "_run",
+    "data", "evaluated_flags", "left_flags", "evaluated", "lent", "hooks", "trainer",
+    "hooked_updates", "loader", "_run",
     "configure_optimizers", "transfer_batch_to_device", "validation_epoch_end", "test_epoch_end",
     *(f"{stage}_step" for stage in STEPS),
 )  # fmt: skip
@@ -92,12 +94,16 @@ class LightningModel(ServedModel):
         vars(self).update(call={}, written=set())
         self._set_up()
 
+    @property
+    def _acting(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return self.hooks.beside
+
     def _set_up(self) -> None:
         """Serve the module, and have the hooks that its class overrides."""
         own, module = vars(self), self.net
         hooks = Hooks(module)
         own.update(hooks=hooks, trainer=Trainer(self), hooked_updates=None, loader=None)
-        own.update(data=None, evaluated_flags=[], left_flags=[])
+        own.update(data=None, evaluated_flags=[], left_flags=[], evaluated=set(), lent=set())
         own["_run"] = lambda: None
         attach(module, self.trainer)
         self._bind()
@@ -240,7 +246,9 @@ class LightningModel(ServedModel):
         before = state.fn, state.stage, state.status
         hooks, is_nested = self.hooks, self._fitkit.fit_state.run is not None
         attach(self.net, self.trainer)
-        vars(self)["left_flags"] = []
+        vars(self).update(left_flags=[], lent=set())
+        if stage == "fit" and not is_nested:
+            self.stop_training = False
         try:
             self.data = self._data_module(stage, given["x"])
             self._note(given)
@@ -256,8 +264,15 @@ class LightningModel(ServedModel):
             hooks.ask("configure_sharded_model")  # its name before
             hooks.ask("configure_model")
             yield {**given, "callbacks": [configured, given.get("callbacks")]}
-            set_flags(self.left_flags)
+            if stage != "fit" or any(part.training for part in self.net.modules()):
+                set_flags(self.left_flags)  # but of a net that was in evaluation mode
             hooks.ask("teardown", Word(stage))
+        except BaseException as error:
+            if not is_nested:
+                tell(self.on_exception, error)
+                if self.data is not None:
+                    tell(self.data.follower.on_exception, error)
+            raise
         finally:
             if is_nested:
                 self.data = outer_data
@@ -281,9 +296,10 @@ class LightningModel(ServedModel):
         self._note({name: value for name, value in given.items() if name != "callbacks"})
         own: list[Any] = [watcher_for(self, stage)]
         if stage == "fit":
-            own.append(RatesByEpoch())
+            own.append(EpochEnd())
         users = CallbackList([configured, callbacks]).callbacks
-        return {**given, "callbacks": [*own, *users]}
+        last = [OthersModes()] if stage == "fit" and users else []
+        return {**given, "callbacks": [*own, *users, *last]}
 
     def _note(self, given: dict[str, Any]) -> None:
         """Note what the verb was given, for the trainer."""
@@ -346,7 +362,9 @@ class LightningModel(ServedModel):
         name = LOADERS[stage]
         if not self.hooks.has(name):
             return None
-        found = self.hooks.call(name)
+        is_evaluated = self.trainer.state.fn != "fit"
+        with torch.no_grad() if is_evaluated else contextlib.nullcontext():
+            found = self.hooks.call(name)
         if stage == "fit":
             return training_data(found)
         if stage == "validate" and self.trainer.state.fn == "fit":
@@ -440,17 +458,16 @@ class LightningModel(ServedModel):
 
     @contextlib.contextmanager
     def _around_validation(self) -> Iterator[None]:
-        if not self.hooks.has("on_validation_model_train"):
-            with super()._around_validation():
-                yield
-            return
         with super()._around_validation():
             yield
-            flags = [(part, part.training) for part in self.modules()]
-        if self._is_last_set():  # the hook has said how the training goes on
+            flags = [(part, part.training) for part in self.net.modules()]
+        if not self._is_last_set():
+            return
+        if self.hooks.has("on_validation_model_train"):  # it has said how the training goes on
             set_flags(flags)
             self.run.in_evaluation = [part for part, flag in flags if not flag]
-            vars(self)["left_flags"] = flags
+        if self.hooked_updates is not None:
+            self.hooked_updates.after_validation()
 
     # ------------------------------------------------------------------ optimizers
 
@@ -504,7 +521,9 @@ class LightningModel(ServedModel):
     def _fit_begins(self, run: Any) -> None:
         vars(self)["_run"] = weakref.ref(run)
         attach(self.net, self.trainer)
+        resume_callbacks(self)
         self._made_optimizers()  # with the schedulers, which may decide about compiling
+        vars(self)["stops_early"] = bool(self.stop_training)
         compiler = self._fitkit.compiler
         if hooks_updates(self) and compiler is not None and not isinstance(compiler, NetAlone):
             self._fitkit.compiler = NetAlone(compiler)
@@ -524,6 +543,14 @@ class Bound:
 
     def __call__(self, *arguments: Any) -> Any:
         return getattr(self._model(), self._name)(*self._first, *arguments)
+
+
+def tell(hook: Callable[[BaseException], None], error: BaseException) -> None:
+    """Tell a hook of an error; if it fails itself, that is a warning."""
+    try:
+        hook(error)
+    except Exception as another:
+        warn(f"on_exception failed: {type(another).__name__}: {another}")
 
 
 def _settings(call: dict[str, Any]) -> dict[str, Any]:

@@ -136,13 +136,17 @@ class Services:
         """Let only this optimizer's parameters need gradients."""
         model_of(self).toggle_optimizer(unwrapped(optimizer))
 
+    def _call_batch_hook(self, hook_name: str, *arguments: Any) -> Any:
+        """Call the module's hook of a batch on its way, as `to_torchscript` and `to_onnx` do."""
+        return getattr(self, hook_name)(*arguments)
+
     def untoggle_optimizer(self, optimizer: Any, optimizer_idx: int | None = None) -> None:
         """Let the parameters need gradients again that `toggle_optimizer` froze."""
         model_of(self).untoggle_optimizer(unwrapped(optimizer))
 
 
 SERVICES: dict[str, Any] = {
-    name: value for name, value in vars(Services).items() if not name.startswith("_")
+    name: value for name, value in vars(Services).items() if not name.startswith("__")
 }
 
 

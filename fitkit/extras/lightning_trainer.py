@@ -6,7 +6,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -49,7 +49,7 @@ class State(Unknown):
     Attributes:
         fn: `"fit"`, `"validate"`, `"test"`, `"predict"`, or None.
         stage: `"train"`, `"validate"`, `"test"`, `"predict"`, or None.
-        status: `"initializing"`, `"running"` or `"finished"`.
+        status: `"initializing"`, `"running"`, `"finished"` or `"interrupted"`.
     """
 
     KNOWN_AS = "trainer.state"
@@ -123,6 +123,11 @@ class Strategy(Unknown):
         module: Any = self._model.net
         return module.all_gather(tensor, sync_grads=sync_grads)
 
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks decide so, or one of them."""
+        found = self._model._fitkit.compilation.strategy.collectives.gather(bool(decision))
+        return min(found) if all else max(found)
+
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return the mean, or the sum, of a tensor over the ranks."""
         ranks = self._model._fitkit.compilation.strategy.collectives
@@ -180,7 +185,8 @@ class Trainer(Unknown):
         return super().__getattr__(name)
 
     OURS = frozenset(
-        ["enter", "leave", "log_held", "model_now", "fitkit_model", "values", "held", "epochs_over"]
+        ["enter", "enter_interrupted", "epochs_over", "fitkit_model", "held", "is_running", "leave"]
+        + ["log_held", "model_now", "values"]
     )
     INSTEAD: ClassVar[dict[str, str]] = {
         "fit": "call fit of the fitkit.Model",
@@ -219,10 +225,25 @@ class Trainer(Unknown):
         self.state.fn, self.state.stage = Word(fn), Word(stage)
         self.state.status = Word("running")
 
+    def enter_interrupted(self) -> None:
+        """Note that an error ends the verb."""
+        self.state.status = Word("interrupted")
+
     def leave(self) -> None:
         """Note that the verb is over, and what stays of it."""
         self._left = {name: getattr(self, name) for name in STAYS}
-        self.state.stage, self.state.status = None, Word("finished")
+        self.state.stage = None
+        if not self.interrupted:
+            self.state.status = Word("finished")
+
+    def is_running(self, fn: str) -> bool:
+        """Whether a verb runs, by Lightning's name."""
+        return self.state.fn == fn and self.state.status == "running"
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether an error has ended the verb."""
+        return self.state.status == "interrupted"
 
     @property
     def training(self) -> bool:
@@ -250,7 +271,6 @@ class Trainer(Unknown):
         return self.validating or self.testing
 
     sanity_checking = False
-    interrupted = False
     fast_dev_run = False
     barebones = False
     overfit_batches: float = 0.0
@@ -463,10 +483,11 @@ class Trainer(Unknown):
 
     @property
     def callbacks(self) -> list[Any]:
-        """The callbacks of the running `fit`: fitkit's."""
-        run: Any = self.model_now.run
-        own = [] if run is None else run.callbacks
-        return [one for one in own if not type(one).__module__.startswith(HERE)]
+        """The callbacks of the running `fit`: fitkit's, and those that the module brings."""
+        model = self.model_now
+        own = [] if model.run is None else model.run.callbacks
+        users = [one for one in own if not type(one).__module__.startswith(HERE)]
+        return [*users, *model.hooks.beside]
 
     @property
     def loggers(self) -> list[Any]:
@@ -542,12 +563,16 @@ class Trainer(Unknown):
     def callback_metrics(self) -> dict[str, Any]:
         """The values logged so far, as tensors."""
         model, found = self.model_now, dict(self.values)
-        context: Any = model._fitkit.contexts.current
+        run, context = model.run, cast("Any", model._fitkit.contexts.current)
+        epoch = None if run is None else run.current
+        of_epoch = {} if epoch is None else epoch.context.logged.results()
+        found.update(of_epoch)  # also within a validation
         if context is not None:
             found.update(context.logged.results())
         for name in [name for name in found if name.endswith("_epoch")]:
-            if f"{name[:-6]}_step" in found:
-                found.setdefault(name[:-6], found[name])
+            bare, step = name.removesuffix("_epoch"), f"{name.removesuffix('_epoch')}_step"
+            if step in found:  # the last step's within an epoch of training, and then the epoch's
+                found.setdefault(bare, found[step if step in of_epoch else name])
         return {
             name: torch.as_tensor(value, dtype=torch.get_default_dtype())
             for name, value in found.items()

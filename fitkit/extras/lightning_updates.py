@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fitkit import trees
 from fitkit.errors import ConfigurationError, warn_once
 from fitkit.extras.lightning_base import ServedModel, refusal
 from fitkit.extras.lightning_objects import HandedOptimizer, toggled
@@ -100,6 +99,7 @@ class HookedUpdates:
     Attributes:
         batch_idx: the number of the current batch in the epoch.
         is_last: whether it is the epoch's last.
+        waits_for_values: whether a validation comes before the schedulers that watch a value.
     """
 
     def __init__(self, model: ServedModel, updates: Updates, steps: int | None) -> None:
@@ -110,6 +110,7 @@ class HookedUpdates:
         self._updates = updates
         self.batch_idx: int = 0
         self.is_last: bool = False
+        self.waits_for_values: bool = False
         self._ends = False  # a hook has ended the epoch
         ranks = model._fitkit.compilation.strategy.collectives
         begins = getattr(model.net, "on_train_batch_start", None)
@@ -137,6 +138,7 @@ class HookedUpdates:
 
     def __call__(self, batch: Batch, index: int, record: Logbook) -> None:
         model, hooks = self._model, self._hooks
+        self.after_validation()
         self.batch_idx = index
         if self._steps is not None:
             self.is_last = index + 1 == self._steps
@@ -153,8 +155,17 @@ class HookedUpdates:
         if not self._ends:
             if hooks.has("on_train_batch_end"):
                 hooks.call("on_train_batch_end", self._outputs(), moved, index)
-            self.move_rates("step", watching=True)
+            has_schedulers = bool(model._fitkit.fit_state.schedulers)
+            self.waits_for_values = has_schedulers and model.validates_next(index + 1)
+            if not self.waits_for_values:
+                self.move_rates("step", watching=True)
         hooks.forget_batch()
+
+    def after_validation(self) -> None:
+        """Move the schedulers of steps that watch a value, which the validation may have set."""
+        if self.waits_for_values:
+            self.waits_for_values = False
+            self.move_rates("step", watching=True)
 
     def _any_ends(self, ends: bool) -> bool:
         """Whether the epoch ends before this batch, on any rank.
@@ -168,7 +179,7 @@ class HookedUpdates:
 
     def _outputs(self) -> dict[str, Any]:
         """Return what the step returned, as `on_train_batch_end` gets it: a part of an update's
-        loss, without gradients.
+        loss, without gradients, and all else as it is.
         """
         outputs = self._hooks.outputs
         if outputs is None:
@@ -177,8 +188,9 @@ class HookedUpdates:
         update = self._update
         if update is not None and update.loss is not None:
             found["loss"] = update.loss / update.accumulate
-        detached: dict[str, Any] = trees.map_leaves(_detached, found)
-        return detached
+        if isinstance(found.get("loss"), torch.Tensor):
+            found["loss"] = found["loss"].detach()
+        return found
 
     # ------------------------------------------------------------------ learning rates
 
@@ -211,6 +223,8 @@ class HookedUpdates:
             values = self._model.trainer.callback_metrics if values is None else values
             monitor = plan.monitor or ("val_loss" if "val_loss" in values else "loss")
             metric = values.get(monitor, values.get(f"{monitor}_epoch"))
+            if plan.every == "step":
+                metric = self._of_all_ranks(metric)
             if metric is None:
                 problem = (
                     f"lr_scheduler monitors {monitor!r}, but the logs have {', '.join(values)}."
@@ -228,6 +242,18 @@ class HookedUpdates:
         elif total is None or scheduler.last_epoch + 1 < total:
             scheduler.step()
 
+    def _of_all_ranks(self, value: Any) -> Any:
+        """Return the mean of a step's value over the ranks, whose rates must stay the same.
+
+        Ranks:
+            Collective. A rank without a value has None.
+        """
+        ranks = self._model._fitkit.compilation.strategy.data_ranks
+        if ranks.world_size == 1:
+            return value
+        total, count = ranks.sums([0.0, 0.0] if value is None else [float(value), 1.0])
+        return torch.tensor(total / count) if count else None
+
     # ------------------------------------------------------------------ as Updates
 
     @property
@@ -243,7 +269,10 @@ class HookedUpdates:
         self._updates.flush()
 
     def finish(self) -> None:
-        self._updates.finish()
+        if self._update is None:
+            self._updates.finish()
+        else:  # of a group that a stop has cut
+            self._update.finish_by_hook(self.batch_idx)
 
 
 def may_return(function: Any) -> bool:
@@ -261,10 +290,6 @@ def may_return(function: Any) -> bool:
                 return True
         before = one
     return False
-
-
-def _detached(leaf: object) -> object:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def hooked(eager: Update, model: ServedModel) -> HookedUpdate:
@@ -321,6 +346,8 @@ class HookedUpdate(Update):
             hooks.ask("on_before_zero_grad", self.optimizer)
             hooks.ask("optimizer_zero_grad", self._model.current_epoch, index, self.optimizer)
         if loss is not None:
+            if self._again is not None:  # its optimizer may compute the batch several times
+                self.loss = loss.detach()
             if hooks.has("on_before_backward"):
                 parts = self.accumulate
                 hooks.call("on_before_backward", loss if parts == 1 else loss / parts)
@@ -331,7 +358,17 @@ class HookedUpdate(Update):
         if not (completes and self._hooks.has("optimizer_step")):
             return self._learned(batch, index, record, **options)
         batch.is_lent = True  # the hook may compute it several times
-        step = OptimizerStep(self, partial(self._learned, batch, index, record, **options))
+        self._by_hook(index, lambda: self._learned(batch, index, record, **options).loss)
+        return None
+
+    def _by_hook(self, index: int, learn: Callable[[], torch.Tensor | None]) -> None:
+        """Make an update as `optimizer_step` makes it.
+
+        Args:
+            index: the number of the update's last batch in the epoch.
+            learn: computes that batch; returns its loss.
+        """
+        step = OptimizerStep(self, learn)
         own, before = vars(self._model), self._fit_state.updates
         own["updates_before"] = before
         try:
@@ -347,12 +384,34 @@ class HookedUpdate(Update):
                 "optimizer_closure() to leave out the update."
             )
         self._fit_state.updates = before + 1  # as Lightning counts, whatever the hook has done
-        return None
+
+    def finish_by_hook(self, index: int) -> None:
+        """As `finish`, by `optimizer_step` if the module has it."""
+        if self._batches == 0 or not self._hooks.has("optimizer_step"):
+            self.finish()
+            return
+
+        def learn() -> torch.Tensor | None:
+            self.finish()
+            return self.loss
+
+        self._by_hook(index, learn)
+
+    def finish(self) -> None:
+        has_no_gradients = self._batches > 0 and self._group is None
+        super().finish()
+        if has_no_gradients:
+            self.apply()  # but it counts
+
+    def _compute_again(self, noted: Any) -> None:
+        self._has_begun = False
+        super()._compute_again(noted)
 
     def _learned(self, batch: Batch, index: int, record: Logbook, **options: Any) -> Any:
         self._has_begun = False
         outcome = super().__call__(batch, index, record, **options)
-        self.loss = None if outcome.loss is None else outcome.loss.detach()
+        if self._again is None:
+            self.loss = None if outcome.loss is None else outcome.loss.detach()
         if outcome.loss is None and self.accumulate == 1 and self._is_alone:
             self.apply()  # there are no gradients, but it counts
         self.apply.after_backward()
@@ -466,14 +525,14 @@ class OptimizerStep:
 
     Args:
         update: makes it.
-        learn: computes the batch's loss and gradients.
+        learn: computes the batch's gradients; returns its loss.
 
     Attributes:
         optimizer: whose `step` makes the update.
         is_computed: whether the closure was called.
     """
 
-    def __init__(self, update: HookedUpdate, learn: Callable[[], Any]) -> None:
+    def __init__(self, update: HookedUpdate, learn: Callable[[], torch.Tensor | None]) -> None:
         self._update, self._learn = update, learn
         self.is_computed: bool = False
         self.optimizer: Any = HandedOptimizer(update.optimizer, toggled(update._model), self.step)
@@ -483,12 +542,12 @@ class OptimizerStep:
         applier = self._update.apply
         applier.waits = self.is_computed = True
         try:
-            outcome = self._learn()
+            loss = self._learn()
             if self._update._model.is_last_batch:
                 self._update.finish()
         finally:
             applier.waits = False
-        return None if outcome.loss is None else outcome.loss.detach()
+        return None if loss is None else loss.detach()
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Make the update, after the closure if one is given."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,11 +36,15 @@ class Watcher(Callback):
 
     Args:
         stage: of the verb, by Lightning's name: `"fit"`, `"validate"`, `"test"`, `"predict"`.
+
+    Attributes:
+        is_evaluated: whether a hook has put the whole module into evaluation mode for the training.
     """
 
     model: ServedModel
     stops_alike = True
     each_batch = True
+    is_evaluated: bool = False
 
     def __init__(self, stage: str) -> None:
         self.stage = stage
@@ -48,10 +54,12 @@ class Watcher(Callback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self.model.trainer.enter(self.stage, "train")
         self.model.trainer.epochs_over = 0
+        self.model.stop_training = self.model.stops_early
         self._take_updates()
         hooks = self.model.hooks
         hooks.ask("on_fit_start")
         hooks.ask("on_train_start")
+        self.is_evaluated = not any(part.training for part in self.model.net.modules())
 
     def _take_updates(self) -> None:
         """Put the module's hooks around the run's updates, until the run ends."""
@@ -66,19 +74,41 @@ class Watcher(Callback):
         self.add_cleanup(vars(model).update, hooked_updates=None)
         if not model.automatic_optimization and model.hooks.has("on_before_optimizer_step"):
             for optimizer in model._fitkit.fit_state.optimizers:
-                handle = optimizer.register_step_pre_hook(
-                    lambda one, *arguments: model.hooks.call("on_before_optimizer_step", one)
-                )
+                handle = optimizer.register_step_pre_hook(self._before_step)
                 self.add_cleanup(handle.remove)
 
+    def _before_step(self, optimizer: Any, arguments: Any, named: Any) -> Any:
+        """Call the hook before a step of the module's own: after each closure, if it has one."""
+        hook = partial(self.model.hooks.call, "on_before_optimizer_step", optimizer)
+        own, *placed = arguments
+        closure = placed[0] if placed else named.get("closure")
+        if closure is None:
+            hook()
+            return None
+
+        def then_hook() -> Any:
+            found = closure()
+            hook()
+            return found
+
+        if placed:
+            return (own, then_hook, *placed[1:]), named
+        return arguments, {**named, "closure": then_hook}
+
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        if self.is_evaluated:
+            self.is_evaluated = False
+            self.model.net.eval()
         self.model.written.clear()
         self.model.trainer.log_held()
         self.model.hooks.ask("on_train_epoch_start")
+        vars(self.model)["evaluated"] = in_evaluation(self.model.net)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.model.as_written(logs)
         self.model.trainer.values.update(logs)
+        if self.model.hooked_updates is not None:
+            self.model.hooked_updates.after_validation()
         self.model.hooks.ask("on_train_epoch_end")  # what it logs is in the logs after it
 
     def on_validation_within_epoch(self, batch: int, logs: Any = None) -> None:
@@ -90,9 +120,15 @@ class Watcher(Callback):
         self.model.trainer.epochs_over = 1
         hooks.ask("on_train_end")
         hooks.ask("on_fit_end")
+        self._note_flags(self.model.lent)
+
+    def _note_flags(self, lent: Collection[torch.nn.Module] = ()) -> None:
+        """Note the modes in which the module's hooks leave it; parts that are lent go back."""
+        parts = self.model.net.modules()
+        vars(self.model)["left_flags"] = [(part, part.training or part in lent) for part in parts]
 
     def on_exception(self, error: BaseException) -> None:
-        self.model.hooks.tell("on_exception", error)
+        self.model.on_exception(error)
 
     # ------------------------------------------------------------------ evaluate, validations
 
@@ -130,8 +166,7 @@ class Watcher(Callback):
                 hooks.ask(f"on_{stage}_end")
                 hooks.ask(f"on_{stage}_model_train")
             if self.stage != "fit" and hooks.has(f"on_{stage}_model_train"):
-                flags = [(part, part.training) for part in self.model.modules()]
-                vars(self.model)["left_flags"] = flags
+                self._note_flags()
         if self.stage == "fit":
             self.model.trainer.enter("fit", "train")
 
@@ -208,8 +243,10 @@ LEAN: dict[tuple[str, ...], type[Watcher]] = {
 """Watchers without the hooks at batches of these stages, which then cost nothing."""
 
 
-class RatesByEpoch(Callback):
-    """Moves the schedulers that watch a value, after the epoch's last hook of the module."""
+class EpochEnd(Callback):
+    """Ends an epoch after its last hook of the module: moves the schedulers that watch a value, and
+    notes what the hooks have left in evaluation mode, which stays so.
+    """
 
     model: ServedModel
     stops_alike = True
@@ -217,5 +254,22 @@ class RatesByEpoch(Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.model.trainer.values.update(logs)
         updates = self.model.hooked_updates
-        if updates is not None:
+        if updates is not None and updates.is_last:  # not where a stop has cut the epoch
             updates.move_rates("epoch", watching=True, values=logs)
+        self.model.run.in_evaluation = [*in_evaluation(self.model.net) - self.model.lent]
+
+
+class OthersModes(Callback):
+    """Notes what fitkit's callbacks put into evaluation mode for an epoch, which ends with it."""
+
+    model: ServedModel
+    stops_alike = True
+    comes_last = True
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        vars(self.model)["lent"] = in_evaluation(self.model.net) - self.model.evaluated
+
+
+def in_evaluation(net: torch.nn.Module) -> set[torch.nn.Module]:
+    """Return the parts of a net that are in evaluation mode."""
+    return {part for part in net.modules() if not part.training}

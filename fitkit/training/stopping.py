@@ -91,11 +91,14 @@ def _acts_at_batches(callback: Callback) -> bool:
 
 
 def _code_of(model: Module) -> Iterator[FunctionType]:
-    """Yield the functions of a model's class, and of those of its modules, but libraries'."""
+    """Yield the functions of a model's class, and of those of its modules, but libraries'.
+
+    What acts beside the modules has its own, too.
+    """
     kinds: set[type] = set()
-    for module in model.modules():
-        yield from _functions(vars(module).values())
-        kinds.update(kind for kind in type(module).__mro__ if _package(kind) not in LIBRARIES)
+    for part in (*model.modules(), *model._acting):
+        yield from _functions(vars(part).values())
+        kinds.update(kind for kind in type(part).__mro__ if _package(kind) not in LIBRARIES)
     for kind in kinds:
         yield from _functions(vars(kind).values())
 

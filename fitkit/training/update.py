@@ -400,6 +400,8 @@ class Update:
         """
         if outcome.loss is None:
             self.check_alone()
+            if self.is_part:  # a batch that is left out is one of its group's all the same
+                self._count()
             return
         if not self.is_part:
             self._add_gradients(outcome.loss, count_in(batch, outcome.count))
@@ -410,6 +412,10 @@ class Update:
         if self._group is None:
             self._group = self._weighing(batch, outcome)
         self._add_gradients(*self._group.part(batch, outcome))
+        self._count()
+
+    def _count(self) -> None:
+        """Count a batch of the group, and make the update if that is complete."""
         self._batches += 1
         if self._batches == self.accumulate:
             self.finish()
@@ -434,11 +440,12 @@ class Update:
         """
         if outcome.counts_apart:
             mine = [float(count_in(batch, term.count)) for term in outcome.terms]
-            coming = map(self.step.counts_of, self._upcoming.peek(self.accumulate - 1))
+            left = self.accumulate - 1 - self._batches  # some may have been left out
+            coming = map(self.step.counts_of, self._upcoming.peek(left))
             sums = [sum(column) for column in zip(mine, *coming, strict=True)]
             names = [term.name for term in outcome.terms]
-            left = dict(zip(names, sums, strict=True))
-            return Known(self._strategy.data_ranks.sums(sums), left, self._ranks)
+            by_name = dict(zip(names, sums, strict=True))
+            return Known(self._strategy.data_ranks.sums(sums), by_name, self._ranks)
         expected = float(max(batch.total, 1) * self.accumulate)  # as many samples in each
         asks = outcome.count is not None or self._tally.is_carried
         if asks:
@@ -474,9 +481,9 @@ class Update:
         if self._batches == 0:
             return
         group, self._group, self._batches = self._group, None, 0
-        assert group is not None
-        self._complete(group)
-        self._update()
+        if group is not None:  # else its batches have all been left out
+            self._complete(group)
+            self._update()
 
     def _complete(self, group: Weighing) -> None:
         """Make the gradients of all of a group's parts those of the group.

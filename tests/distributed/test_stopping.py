@@ -110,6 +110,15 @@ class Skips(Module):
         return -1 if ends(self.global_rank, batch_idx) else None
 
 
+class StopsByCallback(Module):
+    class Brought(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            trainer.should_stop = ends(pl_module.global_rank, batch_idx)
+
+    def configure_callbacks(self):
+        return self.Brought()
+
+
 CASES = {
     "a step": (InStep, None, 2),
     "a function that a step calls": (ByHelper, None, 2),
@@ -119,6 +128,7 @@ CASES = {
     "a LightningModule's step": (ShouldStop, None, 2),
     "a LightningModule's hook at a batch": (ShouldStopAfter, None, 2),
     "a LightningModule's hook at an epoch": (ShouldStopAtEpoch, None, 3),
+    "a callback that a LightningModule brings": (StopsByCallback, None, 2),
     "-1": (Skips, None, 2),  # 1 in each of two epochs
 }
 

@@ -95,10 +95,8 @@ class UpdateInParts(Update):
         if self._logs is not None:
             self._logs.end_batch()
             record.logged.exchange(self._logs.step.ranks, is_padding=batch.samples == 0)
-        if self._group is not None:
-            self._batches += self._learns
-            if self._batches == self.accumulate:
-                self.finish()
+        if self.is_part or self._group is not None:
+            self._count()
         elif self._learns:
             self._update()
         return outcome

@@ -232,6 +232,39 @@ class Frozen(Net):
         return torch.optim.Adam(self.net.parameters(), lr=0.01)
 
 
+class EvaluatedLater(Net):
+    """A hook leaves a part in evaluation mode, once."""
+
+    def on_train_epoch_end(self):
+        if self.current_epoch == 0:
+            self.net[2].eval()
+
+
+class EvaluatedWhole(Net):
+    """A hook leaves all in evaluation mode."""
+
+    def on_train_start(self):
+        self.eval()
+
+
+class ByStepsWatched(Net):
+    """Moves its rate by a step's value, which ranks have each their own of."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("seen", loss, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        """Have the hook, so that the schedule is moved beside hooks."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        rate = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        scheduler = {"scheduler": rate, "monitor": "seen", "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
 class Moved(Net):
     """Its batches are dicts, which its hooks make and change."""
 

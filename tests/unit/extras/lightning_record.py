@@ -1,4 +1,5 @@
-"""Records every hook that is called of a LightningModule or a data module, and what it sees.
+"""Records every hook that is called of a LightningModule, its data module and its callbacks, and
+what it sees.
 
 The names come from Lightning's own classes, so a hook of a newer release is recorded, too.
 """
@@ -40,6 +41,7 @@ MODULE_HOOKS = hooks_of(
     pl.LightningModule, hooks.ModelHooks, hooks.DataHooks, hooks.CheckpointHooks
 )
 DATA_HOOKS = hooks_of(pl.LightningDataModule, hooks.DataHooks)
+CALLBACK_HOOKS = hooks_of(pl.Callback)
 
 
 def has_body(name):
@@ -109,6 +111,33 @@ def recording(kind, names, *, of_data=False):
     body = {name: hook_of(name) for name in kept}
     made = type(f"Recorded{kind.__name__}", (kind,), {**body, "calls": None})
     return made
+
+
+def bringing(kind, names):
+    """Return a subclass that brings a callback, whose hooks by these names note their calls."""
+
+    def hook_of(name):
+        signature = inspect.signature(getattr(pl.Callback, name))
+
+        def hook(self, *arguments, **named):
+            given = dict(signature.bind(self, *arguments, **named).arguments)
+            module = given.pop("pl_module", None)
+            said = {n: shown(one) for n, one in given.items() if n not in ("self", "trainer")}
+            seen = module and state_of(module, name)
+            self.calls.append((f"callback's {name}", "begins", said, seen))
+            return getattr(pl.Callback, name)(self, *arguments, **named)
+
+        hook.__signature__ = signature
+        return hook
+
+    made = type("Noting", (pl.Callback,), {name: hook_of(name) for name in names})
+
+    def configure_callbacks(self):
+        callback = vars(self).setdefault("noting", made())
+        callback.calls = self.calls
+        return [callback]
+
+    return type(kind.__name__, (kind,), {"configure_callbacks": configure_callbacks})
 
 
 def dir_of(kind):

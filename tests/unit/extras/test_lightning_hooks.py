@@ -1,5 +1,6 @@
-"""All hooks of a LightningModule and its data module, side by side with Lightning's Trainer."""
+"""All hooks of a LightningModule, its data module and its callbacks, beside Lightning's Trainer."""
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable
@@ -14,9 +15,11 @@ pytest.importorskip("lightning.pytorch")
 from tests.unit.extras.lightning_modules import TRAINER, Net, WithAll, loader, pl
 from tests.unit.extras.lightning_record import (
     BEFORE,
+    CALLBACK_HOOKS,
     DATA_HOOKS,
     LOADERS,
     MODULE_HOOKS,
+    bringing,
     has_body,
     recording,
 )
@@ -72,17 +75,18 @@ class Run:
     ours: Callable
     kind: type = WithAll
     settings: dict = dataclasses.field(default_factory=dict)
+    theirs_alone: dict = dataclasses.field(default_factory=dict)
 
 
 def fit_theirs(trainer, module, data):
     trainer.fit(module, **({"datamodule": data} if data else given()))
 
 
-def fit_ours(model, data):
+def fit_ours(model, data, **options):
     if data:
         return model.fit(data, epochs=2, verbose=0)
-    held_out = given()["val_dataloaders"]
-    return model.fit(given()["train_dataloaders"], validation_data=held_out, epochs=2, verbose=0)
+    x, held_out = given().values()
+    return model.fit(x, validation_data=held_out, epochs=2, verbose=0, **options)
 
 
 def given():
@@ -101,6 +105,123 @@ def two_sets():
     return [loader(8, 4), loader(12, 4)]
 
 
+def fit(kind=WithAll, **settings):
+    """Return the run of a fit."""
+    return Run(fit_theirs, fit_ours, kind, settings)
+
+
+def fit_on(train, validation=None, kind=WithAll, **settings):
+    """Return the run of a fit on other data, which functions make."""
+
+    def held_out():
+        return None if validation is None else validation()
+
+    return Run(
+        lambda trainer, module, _: trainer.fit(module, train(), held_out()),
+        lambda model, _: model.fit(train(), validation_data=held_out(), epochs=2, verbose=0),
+        kind,
+        settings,
+    )
+
+
+class Unwatched(WithAll):
+    """Has no schedule that watches a value."""
+
+    def configure_optimizers(self):
+        optimizers, schedulers = super().configure_optimizers()
+        return optimizers, schedulers[:2]
+
+
+class OfPairs(Unwatched):
+    """Learns from two sets. Without dropout: fitkit draws the second one's order earlier."""
+
+    def __init__(self):
+        super().__init__(dropout=0.0)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch[0]) + self.loss(batch[1])
+
+
+class Skips(WithAll):
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx == 1 else {"loss": self.loss(batch), "seen": batch[1] * 2}
+
+
+class Watching(WithAll):
+    """Moves its rates by steps that watch the last step's value."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("seen", loss, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        rate = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+        scheduler = {"scheduler": rate, "monitor": "seen", "interval": "step", "frequency": 2}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+class Newton(WithAll):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+class ManualNewton(Newton):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+
+        def closure():
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure)
+        return {"batch": batch[0], "predicted": self(batch[0])}
+
+
+class Stops(WithAll):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.trainer.should_stop = batch_idx == 1
+
+
+class StopsLater(WithAll):
+    def on_validation_epoch_end(self):
+        self.trainer.should_stop = True
+
+
+class Evaluated(WithAll):
+    """A hook leaves a part in evaluation mode, once."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.current_epoch == 0 and batch_idx == 1:
+            self.net[2].eval()
+
+
+class Fails(WithAll):
+    def validation_step(self, batch, batch_idx):
+        raise KeyError("mine")
+
+    predict_step = validation_step
+
+
+class OwnData(WithAll):
+    def test_dataloader(self):
+        return loader(16)
+
+
+class Pairs(torch.utils.data.IterableDataset):
+    """Rows whose number isn't known."""
+
+    def __iter__(self):
+        return iter(loader(36).dataset)
+
+
 def verb(theirs, ours, **options):
     """Return the run of a verb on one loader."""
 
@@ -111,19 +232,36 @@ def verb(theirs, ours, **options):
     return by_trainer, lambda model, data: getattr(model, ours)(data or loader(16), verbose=0)
 
 
+def validating(ours, **theirs):
+    """Return the run of a fit that validates at other times, or on less."""
+    run = Run(fit_theirs, lambda model, _: fit_ours(model, None, **ours), Unwatched)
+    return dataclasses.replace(run, theirs_alone=theirs)
+
+
 RUNS = {
-    "fit": Run(fit_theirs, fit_ours),
-    "accumulation": Run(fit_theirs, fit_ours, settings={"accumulate_grad_batches": 2}),
-    "clipping": Run(
-        fit_theirs,
-        fit_ours,
-        settings={"gradient_clip_val": 0.5, "gradient_clip_algorithm": "norm"},
-    ),
-    "manual": Run(fit_theirs, fit_ours, Manual),
-    "two validation sets": Run(
-        lambda trainer, module, _: trainer.fit(module, loader(32), two_sets()),
-        lambda model, _: model.fit(loader(32), validation_data=two_sets(), epochs=2, verbose=0),
-        TwoSets,
+    "fit": fit(),
+    "accumulation": fit(accumulate_grad_batches=2),
+    "clipping": fit(gradient_clip_val=0.5, gradient_clip_algorithm="norm"),
+    "manual": fit(Manual),
+    "two validation sets": fit_on(lambda: loader(32), two_sets, TwoSets),
+    "two training sets": fit_on(lambda: [loader(32), loader(16, seed=3)], kind=OfPairs),
+    "unknown length": fit_on(lambda: torch.utils.data.DataLoader(Pairs(), 8), two_sets, TwoSets),
+    "no validation": fit_on(lambda: loader(30), kind=Unwatched),
+    "every second epoch": validating({"validation_freq": 2}, check_val_every_n_epoch=2),
+    "twice an epoch": validating({"validation_freq": 0.5}, val_check_interval=0.5),
+    "a part of the validation": validating({"validation_steps": 1}, limit_val_batches=1),
+    "batches left out": fit(Skips),
+    "rates that watch steps": fit(Watching),
+    "closures": fit(Newton),
+    "manual closures": fit(ManualNewton),
+    "a stop": fit(Stops),
+    "a stop at a validation": fit(StopsLater),
+    "a part in evaluation": fit(Evaluated),
+    "an error": fit(Fails),
+    "the module's own data": Run(
+        lambda trainer, module, _: trainer.test(module, verbose=False),
+        lambda model, _: model.evaluate(verbose=0),
+        OwnData,
     ),
     "validate": Run(*verb("validate", "evaluate", verbose=False), Validated),
     "test": Run(*verb("test", "evaluate", verbose=False)),
@@ -131,9 +269,9 @@ RUNS = {
 }
 
 
-def recorded(run, names, *, data_hooks=None):
-    """Run a verb by both; return what each recorded, for the module and for its data."""
-    kind = recording(run.kind, names)
+def recorded(run, names, *, callbacks_hooks=CALLBACK_HOOKS, data_hooks=None):
+    """Run a verb by both; return what each recorded, for the module, its callback and its data."""
+    kind = recording(bringing(run.kind, callbacks_hooks), names)
     torch.manual_seed(1)
     theirs = kind()
     ours = copy.deepcopy(theirs)
@@ -145,13 +283,15 @@ def recorded(run, names, *, data_hooks=None):
         of_ours.calls = ours.calls = []
     else:
         theirs.calls, ours.calls = [], []
-    trainer = pl.Trainer(max_epochs=2, **TRAINER, **run.settings)
+    trainer = pl.Trainer(max_epochs=2, **TRAINER, **run.settings, **run.theirs_alone)
     torch.manual_seed(2)
-    run.theirs(trainer, theirs, of_theirs)
+    with contextlib.suppress(KeyError):
+        run.theirs(trainer, theirs, of_theirs)
     model = fitkit.Model(ours)
     model.compile(devices=1, accelerator="cpu", **run.settings)
     torch.manual_seed(2)
-    run.ours(model, of_ours)
+    with contextlib.suppress(KeyError):
+        run.ours(model, of_ours)
     return theirs.calls, ours.calls
 
 
@@ -166,7 +306,29 @@ def assert_same(expected, found):
 def test_all_hooks_are_called_as_by_the_trainer(name):
     expected, found = recorded(RUNS[name], TOGETHER)
     assert len(expected) > 40
+    for call in (expected[-1], found[-1]):
+        if call[0] == "callback's on_exception":  # fitkit has restored the modes
+            call[3].pop("modes")
     assert_same(expected, found)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_callbacks_alone_see_what_they_see_beside_the_modules_hooks(name):
+    expected, found = recorded(RUNS[name], [])
+    assert len(expected) >= 9
+    for call in (expected[-1], found[-1]):
+        if call[0] == "callback's on_exception":
+            call[3].pop("modes")
+    assert_same(expected, found)
+
+
+def test_batches_left_out_are_counted_in_their_group():
+    run = fit(Skips, accumulate_grad_batches=2)
+    expected, found = recorded(run, TOGETHER)
+    counters = [
+        [(*call[:2], call[3] and call[3]["counters"]) for call in one] for one in (expected, found)
+    ]
+    assert counters[1] == counters[0]
 
 
 @pytest.mark.parametrize("name", ["fit", "test", "predict"])
@@ -184,18 +346,22 @@ def test_a_data_modules_hooks_come_between_them_as_by_the_trainer(name):
     assert_same(*rest)
 
 
-# Half a hundred trainings each, whose hooks are among those of the other runs.
-AMONG_OTHERS = ("fit", "clipping", "accumulation")
+# Half a hundred trainings each. The other runs' hooks are among those of these.
+ALONE = ("manual", "two validation sets", "validate", "test", "predict")
+ALONE_SLOWLY = ("fit", "clipping", "accumulation", "closures", "rates that watch steps", "a stop")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in AMONG_OTHERS else ()) for n in RUNS]
+    "name", [*ALONE, *(pytest.param(name, marks=pytest.mark.slow) for name in ALONE_SLOWLY)]
 )
 def test_a_hook_alone_sees_what_it_sees_among_all(name):
     run = RUNS[name]
     called = dict.fromkeys(call[0] for call in recorded(run, TOGETHER)[0])
     for hook in called:
-        assert_same(*recorded(run, [hook]))
+        of_callback = hook.startswith("callback's ")
+        theirs = [hook.removeprefix("callback's ")] if of_callback else []
+        mine = [] if of_callback else [hook]
+        assert_same(*recorded(run, mine, callbacks_hooks=theirs))
 
 
 # ---------------------------------------------------------------------- overrides

@@ -98,7 +98,7 @@ def test_evaluate_and_predict_call_the_hooks_in_lightnings_order():
 KINDS = [
     "Net", "Momentum", "Plateau", "ByFrequency", "Newton", "WarmedUp", "OwnBackward",
     "KeptGradients", "Skipping", "Frozen", "Moved", "WithoutIndex", "WithoutOptimizer",
-    "Adversarial", "Parts", "Logged",
+    "Adversarial", "Parts", "Logged", "EvaluatedLater", "EvaluatedWhole", "ByStepsWatched",
 ]  # fmt: skip
 
 
@@ -110,6 +110,9 @@ def test_the_weights_are_those_of_the_trainer(kind):
     trainer = trained_by_lightning(theirs, data, epochs=3, validation=held_out)
     model = trained(ours, data, epochs=3, validation=held_out)
     assert_equal_weights(ours, theirs)
+    assert [part.training for part in ours.modules()] == [
+        part.training for part in theirs.modules()
+    ]
     assert model.global_step == trainer.global_step
     for rate, expected in zip(model.trainer.optimizers, trainer.optimizers, strict=True):
         if kind != "WithoutOptimizer":
@@ -154,8 +157,12 @@ def test_logged_values_are_those_of_the_trainer():
 
 
 @pytest.mark.parametrize(
-    "kind", ["Momentum", "Plateau", "OwnBackward", "Moved", "Adversarial", "WarmedUp", "Recorded"]
-)
+    "kind",
+    [
+        "Momentum", "Plateau", "OwnBackward", "Moved", "Adversarial", "WarmedUp", "Recorded",
+        "ByStepsWatched",
+    ],
+)  # fmt: skip
 def test_two_processes_train_as_one(kind):
     one, two = made(getattr(modules, kind))
     for module in (one, two):
@@ -278,6 +285,13 @@ def test_a_model_goes_with_its_last_name():
     finally:
         gc.enable()
     assert module.trainer.fitkit_model is None
+
+
+def test_a_trained_module_exports_itself():
+    model = trained(modules.Net(), loader())
+    x, _ = next(iter(loader()))
+    scripted = model.net.to_torchscript(method="trace", example_inputs=x)
+    torch.testing.assert_close(scripted(x), model.net.eval()(x))
 
 
 class Outliving(modules.Net):
@@ -517,6 +531,53 @@ def test_an_unknown_attribute_of_the_trainer_is_named():
         assert model.net.trainer.strategy.lightning_module
 
 
+def test_what_can_only_be_read_is_named_when_it_is_set():
+    class Sets(modules.Net):
+        def on_train_start(self):
+            self.trainer.accumulate_grad_batches = 2
+
+    with pytest.raises(AttributeError, match=r"trainer.accumulate_grad_batches.*FK084"):
+        trained(Sets(), loader())
+
+
+@pytest.mark.parametrize("hook", ["setup", "configure_optimizers", "on_train_start"])
+@pytest.mark.parametrize("compiled", [ALONE, TWO], ids=["one process", "two processes"])
+def test_a_hook_before_the_training_can_end_it_too(hook, compiled):
+    def stops(self, *arguments):
+        self.trainer.should_stop = True
+        return getattr(super(kind, self), hook)(*arguments)
+
+    kind = type("Stops", (modules.Net,), {hook: stops})
+    model = model_of(kind(), **compiled)
+    model.fit(loader(), epochs=2, verbose=0)
+    assert model.global_step == 1  # as in Keras, after a batch
+
+
+def test_what_a_callback_holds_in_evaluation_mode_is_held_for_its_epochs_alone():
+    class Counted(modules.Net):
+        def __init__(self):
+            super().__init__()
+            self.backbone = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+
+        def forward(self, x):
+            return self.net(self.backbone(x))
+
+    module = Counted()
+    model = model_of(module)
+    thaws = fitkit.callbacks.BackboneFinetuning(2, backbone="backbone", train_bn=False)
+    model.fit(loader(), epochs=3, verbose=0, callbacks=thaws)
+    assert module.backbone[1].num_batches_tracked == 3  # of the last epoch
+
+
+def test_a_step_that_reads_the_batches_itself_is_refused():
+    class Reads(modules.Net):
+        def training_step(self, dataloader_iter):
+            return self.loss(next(dataloader_iter)[0])
+
+    with pytest.raises(fitkit.ConfigurationError, match="training_step takes dataloader_iter"):
+        trained(Reads(), loader())
+
+
 def test_a_module_can_end_the_training():
     class Ends(modules.Net):
         def on_train_epoch_end(self):
@@ -732,6 +793,107 @@ def test_callbacks_of_lightning_are_refused():
         trained(Configures(), loader())
     with pytest.raises(fitkit.ConfigurationError, match="FK083"):
         model_of(modules.Net()).fit(loader(), callbacks=[pl.callbacks.ModelSummary()], verbose=0)
+
+
+class LogsAndStays(pl.Callback):
+    """Logs, counts batches in its state, and keeps more in checkpoints."""
+
+    batches = 0
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.batches += 1
+        self.log("seen", outputs["loss"])
+        self.log_dict({"index": float(batch_idx)}, on_epoch=True, on_step=False)
+
+    def state_dict(self):
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state):
+        self.batches = state["batches"]
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        checkpoint["weight"] = pl_module.net[0].weight.clone()
+
+    def on_load_checkpoint(self, trainer, pl_module, checkpoint):
+        assert torch.equal(checkpoint["weight"], pl_module.net[0].weight)
+        self.was_loaded = True
+
+
+class BringsOne(modules.Net):
+    def configure_callbacks(self):
+        self.brought = getattr(self, "brought", None) or LogsAndStays()
+        return self.brought
+
+    def on_train_epoch_start(self):
+        assert self.brought in self.trainer.callbacks
+
+    def on_train_start(self):
+        self.at_begin = self.brought.batches, getattr(self.brought, "was_loaded", False)
+
+    def on_train_epoch_end(self):
+        batches = self.all_gather(torch.tensor(float(self.at_begin[0])))
+        loaded = self.all_gather(torch.tensor(float(self.at_begin[1])))
+        self.log_dict({"batches": batches.min(), "loaded": loaded.min()})
+
+
+@pytest.mark.parametrize("compiled", [ALONE, TWO], ids=["one process", "two processes"])
+def test_callbacks_that_a_module_brings_log_and_are_in_checkpoints(compiled, tmp_path):
+    model = model_of(BringsOne(0.0), **compiled)
+    model.fit(loader(batch_size=4), epochs=1, verbose=0)
+    last = 24 // 4 // compiled["devices"] - 1
+    assert model.history.history["index"] == [last / 2]
+    assert "seen" in model.history.history
+    model.save(tmp_path / "one.h5")
+    again = model_of(BringsOne(0.0), **compiled)
+    again.fit(loader(batch_size=4), epochs=2, verbose=0, resume_from=tmp_path / "one.h5")
+    assert again.history.history["batches"][1] == last + 1  # on all ranks
+    assert again.history.history["loaded"][1] == 1
+
+
+def test_an_epochs_value_that_is_not_one_is_named():
+    class Logs(modules.Net):
+        def on_train_epoch_end(self):
+            self.log("value", 1.0, on_epoch=False)
+
+    with pytest.raises(fitkit.ConfigurationError, match=r"on_train_epoch_end.*FK083"):
+        trained(Logs(), loader())
+
+
+def test_predict_batches_ends_when_no_more_are_wanted():
+    class Notes(modules.WithAll):
+        def setup(self, stage):
+            self.calls = ["setup"]
+
+        def predict_step(self, batch, batch_idx):
+            self.calls.append("step")
+            return self(batch[0])
+
+        def teardown(self, stage):
+            self.calls.append("teardown")
+
+    model = model_of(Notes())
+    assert len(list(model.predict_batches(loader(), verbose=0))) == 3
+    assert model.net.calls == ["setup", *["step"] * 3, "teardown"]
+    batches = model.predict_batches(loader(), verbose=0)
+    next(batches)
+    batches.close()
+    assert model.net.calls[-1] == "teardown"
+
+
+def test_a_stop_within_a_group_makes_the_update_by_the_modules_hook():
+    class Stops(modules.Net):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+            self.seen = batch_idx
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.trainer.should_stop = True
+
+    module, other = made(Stops, dropout=0.0)
+    model = trained(module, loader(), accumulate_grad_batches=2)
+    trained(other, DataLoader(torch.utils.data.Subset(loader().dataset, range(8)), 8))
+    assert (module.seen, model.global_step) == (0, 1)
+    assert_equal_weights(module, other)
 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_end", "predict_step"])

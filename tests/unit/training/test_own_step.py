@@ -599,6 +599,26 @@ def test_a_batch_whose_step_returns_none_is_left_out():
     assert model.global_step == 1
 
 
+@pytest.mark.parametrize("options", [{}, {"out_of_memory": "split"}], ids=["whole", "split"])
+def test_a_batch_that_is_left_out_counts_in_its_group(options):
+    class Own(Classifier):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx in (1, 2, 3) else super().training_step(batch, batch_idx)
+
+    model = Own()
+    model.compile(accumulate_grad_batches=2, **options)
+    x, y = torch.cat([X, X]), torch.cat([Y, Y])
+    model.fit(x, y, **{**QUIET, "batch_size": 20})  # updates by batches 0 and 4; 2 and 3 give none
+    net = linear(4, 3, seed=1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for rows in (slice(20), slice(80, 100)):
+        optimizer.zero_grad()
+        F.cross_entropy(net(x[rows]), y[rows]).backward()
+        optimizer.step()
+    assert model.global_step == 2
+    assert_same_weights(model.layer, net)
+
+
 @pytest.mark.parametrize(("returned", "message"), [
     (lambda loss: loss.expand(3), r"shape \(3,\)"),
     (lambda loss: {"value": loss}, "without 'loss'"),
