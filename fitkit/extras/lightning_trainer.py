@@ -184,10 +184,10 @@ class Trainer(Unknown):
             )
         return super().__getattr__(name)
 
-    OURS = frozenset(
-        ["enter", "enter_interrupted", "epochs_over", "fitkit_model", "held", "is_running", "leave"]
-        + ["log_held", "model_now", "values"]
-    )
+    OURS = frozenset({
+        "enter", "enter_interrupted", "epochs_over", "fitkit_model", "held", "is_running", "leave",
+        "log_held", "model_now", "values",
+    })  # fmt: skip
     INSTEAD: ClassVar[dict[str, str]] = {
         "fit": "call fit of the fitkit.Model",
         "validate": "call evaluate of the fitkit.Model",
