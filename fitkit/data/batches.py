@@ -386,10 +386,9 @@ def _begin(source: Source, progress: Progress) -> Iterator[Any]:
         return source.batches(progress.number, progress.batches)
     generators, numbers = source.generators, source.order_numbers
     if progress.batches and began is not None:
-        with kept_random_numbers(generators):
+        replayed = contextlib.nullcontext() if numbers is None else numbers.replayed()
+        with kept_random_numbers(generators), replayed:
             set_random_state(began, generators)
-            if numbers is not None:
-                numbers.start_here()
             return source.batches(progress.number, progress.batches)
     with contextlib.nullcontext() if numbers is None else numbers.drawing():
         progress.began = [random_state(generators)]

@@ -44,6 +44,7 @@ class OrderNumbers:
 
     def __init__(self) -> None:
         self.states: list[Any] | None = None
+        self.draws_on: bool = False  # whether the last pass draws with each of its entries
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
@@ -66,6 +67,19 @@ class OrderNumbers:
     def start_here(self) -> None:
         """Let the process's present states be those of the orders."""
         self.states = None
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Draw a pass again that begins by the process's present states, for the length of a block.
+
+        Then the states are those before, which other passes (validations) may have moved since the
+        pass began; but those of the block if the pass draws on.
+        """
+        before, self.draws_on = self.states, False
+        self.start_here()
+        yield
+        if before is not None and not self.draws_on:
+            self.states = before
 
     def state(self) -> PlainData | None:
         """Return the state as plain data; None before the first pass."""
@@ -144,6 +158,7 @@ class DataDraws:
         """
         missing = object()
         while self.numbers is not None:
+            self.numbers.draws_on = not at_once
             with self.drawing():
                 entry = next(indices, missing)
             if entry is missing:

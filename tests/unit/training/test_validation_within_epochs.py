@@ -328,8 +328,9 @@ MOMENTS = [
     + [(moment, {"accumulate_grad_batches": 3}) for moment in MOMENTS if moment[2:] in ((), (2,))],
     ids=str,
 )
+@pytest.mark.parametrize("loads", [False, True], ids=["arrays", "loader"])
 def test_a_run_that_goes_on_validates_at_the_same_places_with_the_same_numbers(
-    tmp_path, moment, options
+    tmp_path, moment, options, loads
 ):
     def fitted(callbacks=(), **more):
         model = with_dropout(**options)
@@ -340,8 +341,11 @@ def test_a_run_that_goes_on_validates_at_the_same_places_with_the_same_numbers(
             EarlyStopping(patience=30),
             ModelCheckpoint(tmp_path / "best.h5", "val_loss", save_best_only=True),
         ]
+        # So does one to train on: an order is drawn after all validations before it.
+        shuffled = DataLoader(TensorDataset(A, B), 4, shuffle=True)
+        data = {"x": shuffled} if loads else {"x": A, "y": B, "batch_size": 4}
         history = model.fit(
-            A, B, batch_size=4, epochs=3, validation_data=held, validation_freq=0.25, verbose=0,
+            **data, epochs=3, validation_data=held, validation_freq=0.25, verbose=0,
             callbacks=[*watches, *callbacks], **more,
         )  # fmt: skip
         return model, history, watches
