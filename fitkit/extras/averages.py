@@ -491,6 +491,8 @@ class StochasticWeightAveraging(Callback):
         return [float(rate) for rate in self.swa_lrs]
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        if self._weights is not None:
+            self._weights.take_out()  # a file that was saved after the end of a fit has the mean
         if epoch < self._first:
             return
         if not self._rates:

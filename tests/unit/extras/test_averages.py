@@ -286,6 +286,17 @@ def test_the_model_gets_the_mean_of_the_last_epochs_at_the_annealed_rate():
     assert weight(model) == pytest.approx(sum(notes.ended[3:]) / 3, abs=1e-6)
 
 
+def test_a_training_goes_on_from_the_file_of_one_that_ended(tmp_path):
+    options = {"shuffle": False, "batch_size": 2, "verbose": 0}
+    whole, ended, again = scale(), scale(), scale()
+    whole.fit(X, Y, epochs=4, callbacks=StochasticWeightAveraging(0.05, 1), **options)
+    ended.fit(X, Y, epochs=2, callbacks=StochasticWeightAveraging(0.05, 1), **options)
+    ended.save(tmp_path / "ended.h5")  # its weights are the mean
+    options.update(epochs=4, resume_from=tmp_path / "ended.h5")
+    again.fit(X, Y, callbacks=StochasticWeightAveraging(0.05, 1), **options)
+    assert weight(again) == weight(whole)
+
+
 def test_the_cosine_goes_half_way_in_the_middle_and_epochs_may_be_counted():
     model = scale(rate=0.3)
     average = StochasticWeightAveraging([0.1], swa_epoch_start=1, annealing_epochs=2)
