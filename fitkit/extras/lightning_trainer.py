@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
 
 import torch
@@ -165,6 +165,7 @@ class Trainer(Unknown):
         self.state: State = State()
         self.strategy: Strategy = Strategy(self)
         self.values: dict[str, Any] = {}
+        self.resumed: dict[str, Any] = {}  # the values there were when the epoch was interrupted
         self.held: list[Callable[[], None]] = []
         self.epochs_over: int = 0  # 1 when the last epoch is over
         self._views: dict[int, ModuleLogger] = {}
@@ -186,7 +187,7 @@ class Trainer(Unknown):
 
     OURS = frozenset({
         "enter", "enter_interrupted", "epochs_over", "fitkit_model", "held", "is_running", "leave",
-        "log_held", "model_now", "values",
+        "log_held", "model_now", "note", "resumed", "values",
     })  # fmt: skip
     INSTEAD: ClassVar[dict[str, str]] = {
         "fit": "call fit of the fitkit.Model",
@@ -559,25 +560,27 @@ class Trainer(Unknown):
 
     # ------------------------------------------------------------------ values
 
+    def note(self, logs: Mapping[str, Any]) -> None:
+        """Note the values of an epoch or a validation."""
+        self.values.update(logs)
+        if self.resumed:
+            self.resumed.update(logs)
+
     @property
     def callback_metrics(self) -> dict[str, Any]:
         """The values logged so far, as tensors."""
-        model, found = self.model_now, dict(self.values)
+        model = self.model_now
         run, context = model.run, cast("Any", model._fitkit.contexts.current)
         epoch = None if run is None else run.current
         of_epoch = {} if epoch is None else epoch.context.logged.results()
-        found.update(of_epoch)  # also within a validation
+        found = {**self.values, **(of_epoch or self.resumed)}  # also within a validation
         if context is not None:
             found.update(context.logged.results())
         for name in [name for name in found if name.endswith("_epoch")]:
             bare, step = name.removesuffix("_epoch"), f"{name.removesuffix('_epoch')}_step"
             if step in found:  # the last step's within an epoch of training, and then the epoch's
                 found.setdefault(bare, found[step if step in of_epoch else name])
-        return {
-            name: torch.as_tensor(value, dtype=torch.get_default_dtype())
-            for name, value in found.items()
-            if isinstance(value, (int, float, torch.Tensor))
-        }
+        return tensors_in(found)
 
     logged_metrics = callback_metrics
 
@@ -590,6 +593,15 @@ class Trainer(Unknown):
     def save_checkpoint(self, filepath: Any, weights_only: Any = None, **others: Any) -> None:
         """Save the model, as `model.save` does."""
         self.model_now.save(filepath)
+
+
+def tensors_in(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the numbers among logged values, as tensors."""
+    return {
+        name: torch.as_tensor(value, dtype=torch.get_default_dtype())
+        for name, value in values.items()
+        if isinstance(value, (int, float, torch.Tensor))
+    }
 
 
 def _loader_of(source: Any) -> Any:

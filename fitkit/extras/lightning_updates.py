@@ -119,7 +119,9 @@ class HookedUpdates:
 
     def peekable(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         batches = self._updates.peekable(batches)
-        self._ends = self.is_last = False
+        done = self._model.run.steps_done
+        self._ends, self.is_last = False, 0 < done == self._steps
+        self._go_on(done)
         return self._until_ended(batches if self._steps is not None else self._with_end(batches))
 
     def _until_ended(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -131,10 +133,29 @@ class HookedUpdates:
     def _with_end(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Return the batches, and know which is the last, by reading one ahead."""
         ahead = next(batches, None)
+        if ahead is None:  # the last one came before an interruption
+            self.is_last = True
+            self._go_on(self._model.run.steps_done)
         while ahead is not None:
             batch, ahead = ahead, next(batches, None)
             self.is_last = ahead is None
             yield batch
+
+    def _go_on(self, done: int) -> None:
+        """Be as after the last batch before an interruption of the epoch.
+
+        Args:
+            done: the batches before it.
+        """
+        validated = self._model.run.data.place.validated
+        is_validated = validated is not None and validated["steps"] == done
+        self.batch_idx = max(done - 1, 0)
+        self.waits_for_values = done > 0 and not is_validated and self._waits_after(done)
+
+    def _waits_after(self, steps: int) -> bool:
+        """Whether a validation comes before the schedulers, after so many batches of the epoch."""
+        has_schedulers = bool(self._model._fitkit.fit_state.schedulers)
+        return has_schedulers and self._model.validates_next(steps)
 
     def __call__(self, batch: Batch, index: int, record: Logbook) -> None:
         model, hooks = self._model, self._hooks
@@ -155,8 +176,7 @@ class HookedUpdates:
         if not self._ends:
             if hooks.has("on_train_batch_end"):
                 hooks.call("on_train_batch_end", self._outputs(), moved, index)
-            has_schedulers = bool(model._fitkit.fit_state.schedulers)
-            self.waits_for_values = has_schedulers and model.validates_next(index + 1)
+            self.waits_for_values = self._waits_after(index + 1)
             if not self.waits_for_values:
                 self.move_rates("step", watching=True)
         hooks.forget_batch()

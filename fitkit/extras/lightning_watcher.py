@@ -10,6 +10,7 @@ import torch
 
 from fitkit.extras.lightning_base import ServedModel
 from fitkit.extras.lightning_hooks import TRANSFERS
+from fitkit.extras.lightning_trainer import tensors_in
 from fitkit.extras.lightning_updates import AROUND_UPDATES, HookedUpdates
 from fitkit.seams.callbacks import Callback, Logs
 
@@ -106,14 +107,14 @@ class Watcher(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.model.as_written(logs)
-        self.model.trainer.values.update(logs)
+        self.model.trainer.note(logs)
         if self.model.hooked_updates is not None:
             self.model.hooked_updates.after_validation()
         self.model.hooks.ask("on_train_epoch_end")  # what it logs is in the logs after it
 
     def on_validation_within_epoch(self, batch: int, logs: Any = None) -> None:
         self.model.as_written(logs)
-        self.model.trainer.values.update(logs)
+        self.model.trainer.note(logs)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         hooks = self.model.hooks
@@ -160,7 +161,7 @@ class Watcher(Callback):
     def on_test_end(self, logs: Any = None) -> None:
         hooks, stage = self.model.hooks, self._evaluated
         _, is_last, _ = self._place()
-        self.model.trainer.values.update(logs)
+        self.model.trainer.note(logs)
         if is_last:
             with torch.no_grad():
                 hooks.ask(f"on_{stage}_end")
@@ -245,18 +246,30 @@ LEAN: dict[tuple[str, ...], type[Watcher]] = {
 
 class EpochEnd(Callback):
     """Ends an epoch after its last hook of the module: moves the schedulers that watch a value, and
-    notes what the hooks have left in evaluation mode, which stays so.
+    notes what the hooks have left in evaluation mode, which stays so. Files have its values.
     """
 
     model: ServedModel
     stops_alike = True
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.model.trainer.values.update(logs)
+        self.model.trainer.note(logs)
         updates = self.model.hooked_updates
         if updates is not None and updates.is_last:  # not where a stop has cut the epoch
             updates.move_rates("epoch", watching=True, values=logs)
         self.model.run.in_evaluation = [*in_evaluation(self.model.net) - self.model.lent]
+        self.model.trainer.resumed = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values that hooks and schedulers find when the training goes on."""
+        trainer = self.model.trainer
+        return {"values": tensors_in(trainer.values), "latest": trainer.callback_metrics}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Give them back. Files of earlier versions have none."""
+        trainer = self.model.trainer
+        trainer.values.update(state.get("values", {}))
+        trainer.resumed = dict(state.get("latest", {}))
 
 
 class OthersModes(Callback):

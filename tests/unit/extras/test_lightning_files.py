@@ -230,3 +230,51 @@ def test_what_a_checkpoint_doesnt_have_is_said_in_a_sentence(name, tmp_path):
     module.asked = name
     with pytest.raises(fitkit.errors.CheckpointError, match=rf"no '{name}'.*It has 'epoch'"):
         model_of(module).load(tmp_path / "made.h5")
+
+
+# ---------------------------------------------------------------------- going on
+
+
+class Watching(pl.LightningModule):
+    """Has a schedule that watches a value, and weighs its loss by the last epoch's values."""
+
+    def __init__(self, interval):
+        super().__init__()
+        self.net, self.interval, self.weight = torch.nn.Linear(3, 1), interval, 1.0
+
+    def on_train_epoch_start(self):
+        self.weight = float(self.trainer.callback_metrics.get("seen", 1.0))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.weight * (self.net(batch[0]) - batch[1]).square().mean()
+        self.log("loss_now", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("seen", (self.net(batch[0]) - batch[1]).square().mean())
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.3)
+        monitor = "loss_now" if self.interval == "step" else "seen"
+        schedule = {"scheduler": plateau, "interval": self.interval, "monitor": monitor}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+@pytest.mark.parametrize("place", ["1-2", "1-4", "1"])
+def test_a_schedule_that_watches_a_value_goes_on(interval, place, tmp_path):
+    """Cut before a validation within the epoch, after its last batch, and between two epochs."""
+
+    def fitted(model, **options):
+        options.update(epochs=3, validation_data=rows(), validation_freq={"batches": 2}, verbose=0)
+        history = model.fit(rows(), **options)
+        return history.history, model.optimizer.param_groups[0]["lr"], model.net.net.weight
+
+    torch.manual_seed(0)
+    saver = fitkit.callbacks.ModelCheckpoint(tmp_path / "{epoch}.h5")
+    if "-" in place:
+        saver = fitkit.callbacks.ModelCheckpoint(tmp_path / "{epoch}-{batch}.h5", save_freq=1)
+    expected = fitted(model_of(Watching(interval)), callbacks=saver)
+    found = fitted(model_of(Watching(interval)), resume_from=tmp_path / f"{place}.h5")
+    assert found[:2] == expected[:2] and torch.equal(found[2], expected[2])
