@@ -57,6 +57,7 @@ class ServedModel(Model):
         lent: what fitkit's callbacks have put into evaluation mode for the epoch.
         stops_early: whether a hook before the training has ended it.
         updates_before: within `optimizer_step`, the updates before it; else None.
+        resumed: what the fit that begins resumes from, for the callbacks that the module brings.
     """
 
     hooks: Hooks
@@ -66,6 +67,7 @@ class ServedModel(Model):
     hooked_updates: Any
     loader: int | None
     updates_before: int | None = None
+    resumed: dict[str, Any] | None = None
     left_flags: list[tuple[torch.nn.Module, bool]]
     evaluated: set[torch.nn.Module]
     lent: set[torch.nn.Module]

@@ -149,7 +149,7 @@ def _keep_for_callbacks(model: ServedModel, content: Mapping[str, Any]) -> None:
     """Keep what a fit resumes from for the brought callbacks, which each rank has."""
     if model.hooks.beside and model.run is None and model.trainer.is_running("fit"):
         others = {name: value for name, value in content.items() if name != "state_dict"}
-        vars(model)["resumed"] = others
+        model.resumed = others
 
 
 def resume_callbacks(model: ServedModel) -> None:
@@ -158,7 +158,7 @@ def resume_callbacks(model: ServedModel) -> None:
     Raises:
         CheckpointError: a callback can't take it.
     """
-    others = vars(model).pop("resumed", None)
+    others, model.resumed = model.resumed, None
     if others is None:
         return
     hooks = model.hooks

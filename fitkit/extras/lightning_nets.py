@@ -247,6 +247,7 @@ class LightningModel(ServedModel):
         hooks, is_nested = self.hooks, self._fitkit.fit_state.run is not None
         attach(self.net, self.trainer)
         vars(self).update(left_flags=[], lent=set())
+        self.resumed = None  # whatever became of the last fit
         if stage == "fit" and not is_nested:
             self.stop_training = False
         try:

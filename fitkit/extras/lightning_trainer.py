@@ -167,7 +167,7 @@ class Trainer(Unknown):
         self.values: dict[str, Any] = {}
         self.resumed: dict[str, Any] = {}  # the values there were when the epoch was interrupted
         self.held: list[Callable[[], None]] = []
-        self.epochs_over: int = 0  # 1 when the last epoch is over
+        self.epochs_over: int = 0  # 1 when the last epoch is over, if there was one
         self._views: dict[int, ModuleLogger] = {}
         self._left: dict[str, Any] = {}
 

@@ -55,6 +55,7 @@ class Watcher(Callback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self.model.trainer.enter(self.stage, "train")
         self.model.trainer.epochs_over = 0
+        self.model.current_epoch = self.model.run.arguments.initial_epoch
         self.model.stop_training = self.model.stops_early
         self._take_updates()
         hooks = self.model.hooks
@@ -118,7 +119,7 @@ class Watcher(Callback):
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         hooks = self.model.hooks
-        self.model.trainer.epochs_over = 1
+        self.model.trainer.epochs_over = int(self.model.run.latest is not None)
         hooks.ask("on_train_end")
         hooks.ask("on_fit_end")
         self._note_flags(self.model.lent)

@@ -278,3 +278,60 @@ def test_a_schedule_that_watches_a_value_goes_on(interval, place, tmp_path):
     expected = fitted(model_of(Watching(interval)), callbacks=saver)
     found = fitted(model_of(Watching(interval)), resume_from=tmp_path / f"{place}.h5")
     assert found[:2] == expected[:2] and torch.equal(found[2], expected[2])
+
+
+class Counting(Net):
+    def on_train_start(self):
+        self.began = self.current_epoch, self.global_step
+
+
+@pytest.mark.parametrize("epochs", [2, 3])  # one of which has nothing left to do
+def test_a_resume_has_the_trainers_counters(epochs, written, tmp_path):
+    theirs, ours = Counting(), Counting()
+    path = written(Counting())  # of two epochs
+    trainer_of(max_epochs=epochs, enable_checkpointing=False).fit(theirs, rows(), ckpt_path=path)
+    model = model_of(Counting())
+    model.fit(rows(), epochs=2, verbose=0)
+    model.save(tmp_path / "two.h5")
+    model_of(ours).fit(rows(), epochs=epochs, verbose=0, resume_from=tmp_path / "two.h5")
+    assert ours.began == (2, 8)
+    assert (ours.current_epoch, ours.global_step) == (epochs, 4 * epochs)
+    assert theirs.current_epoch == epochs
+
+
+class Seeing(pl.Callback):
+    def __init__(self):
+        self.seen = 0
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.seen += 1
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+class Bringing(Net):
+    made = torch.optim.Adam
+
+    def configure_callbacks(self):
+        self.brought = Seeing()
+        return self.brought
+
+    def configure_optimizers(self):
+        return self.made(self.parameters(), lr=0.1)
+
+
+def test_a_refused_file_leaves_nothing_for_the_next_fit(tmp_path):
+    model = model_of(Bringing())
+    model.fit(rows(), epochs=2, verbose=0)
+    model.save(tmp_path / "two.h5")
+    module = Bringing()
+    module.made = torch.optim.SGD
+    other = model_of(module)
+    with pytest.raises(fitkit.errors.CheckpointError, match="was made with Adam"):
+        other.fit(rows(), verbose=0, resume_from=tmp_path / "two.h5")
+    other.fit(rows(), epochs=1, verbose=0)
+    assert module.brought.seen == 4
