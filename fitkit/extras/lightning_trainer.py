@@ -165,7 +165,8 @@ class Trainer(Unknown):
         self.state: State = State()
         self.strategy: Strategy = Strategy(self)
         self.values: dict[str, Any] = {}
-        self.resumed: dict[str, Any] = {}  # the values there were when the epoch was interrupted
+        self.began: dict[str, Any] = {}  # the values at the epoch's begin
+        self.resumed: dict[str, Any] = {}  # those when it was interrupted
         self.held: list[Callable[[], None]] = []
         self.epochs_over: int = 0  # 1 when the last epoch is over, if there was one
         self._views: dict[int, ModuleLogger] = {}
@@ -186,8 +187,8 @@ class Trainer(Unknown):
         return super().__getattr__(name)
 
     OURS = frozenset({
-        "enter", "enter_interrupted", "epochs_over", "fitkit_model", "held", "is_running", "leave",
-        "log_held", "model_now", "note", "resumed", "values",
+        "began", "enter", "enter_interrupted", "epochs_over", "fitkit_model", "held", "is_running",
+        "leave", "log_held", "model_now", "note", "resumed", "values",
     })  # fmt: skip
     INSTEAD: ClassVar[dict[str, str]] = {
         "fit": "call fit of the fitkit.Model",

@@ -103,7 +103,13 @@ class Watcher(Callback):
             self.model.net.eval()
         self.model.written.clear()
         self.model.trainer.log_held()
+        trainer = self.model.trainer
+        values, resumed = trainer.values, trainer.resumed
+        if not self.model.run.steps_done:
+            trainer.began = dict(values)
+        trainer.values, trainer.resumed = trainer.began, {}  # also if the epoch was interrupted
         self.model.hooks.ask("on_train_epoch_start")
+        trainer.values, trainer.resumed = values, resumed
         vars(self.model)["evaluated"] = in_evaluation(self.model.net)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -264,11 +270,16 @@ class EpochEnd(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the values that hooks and schedulers find when the training goes on."""
         trainer = self.model.trainer
-        return {"values": tensors_in(trainer.values), "latest": trainer.callback_metrics}
+        return {
+            "began": tensors_in(trainer.began),
+            "values": tensors_in(trainer.values),
+            "latest": trainer.callback_metrics,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Give them back. Files of earlier versions have none."""
         trainer = self.model.trainer
+        trainer.began = dict(state.get("began", {}))
         trainer.values.update(state.get("values", {}))
         trainer.resumed = dict(state.get("latest", {}))
 

@@ -262,9 +262,10 @@ class Watching(pl.LightningModule):
 
 
 @pytest.mark.parametrize("interval", ["epoch", "step"])
-@pytest.mark.parametrize("place", ["1-2", "1-4", "1"])
+@pytest.mark.parametrize("place", ["1-2", "1-4", "2-3", "1"])
 def test_a_schedule_that_watches_a_value_goes_on(interval, place, tmp_path):
-    """Cut before a validation within the epoch, after its last batch, and between two epochs."""
+    """Cut before a validation within the epoch, at its last batch, after a validation, and between
+    two epochs."""
 
     def fitted(model, **options):
         options.update(epochs=3, validation_data=rows(), validation_freq={"batches": 2}, verbose=0)
