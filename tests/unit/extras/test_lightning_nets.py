@@ -698,7 +698,7 @@ def test_a_module_without_an_optimizer_computes_its_loss_of_no_parameter_on_two_
 
 
 class Counts(pl.Callback):
-    """Has a state, logs, and changes what predict returns."""
+    """Logs, notes errors, and changes what predict returns."""
 
     def __init__(self):
         self.batches, self.errors = 0, []
@@ -715,12 +715,6 @@ class Counts(pl.Callback):
 
     def on_exception(self, trainer, pl_module, exception):
         self.errors.append(exception)
-
-    def state_dict(self):
-        return {"batches": self.batches}
-
-    def load_state_dict(self, state_dict):
-        self.batches = state_dict["batches"]
 
 
 class Counted(modules.Net):
@@ -746,15 +740,6 @@ def test_callbacks_that_a_module_brings_log_and_change_what_predict_returns():
     found = model.predict(loader(), verbose=0)
     assert found.keys() == {"y", "twice"}
     torch.testing.assert_close(torch.as_tensor(found["twice"]), expected)
-
-
-def test_a_resume_gives_brought_callbacks_their_state(tmp_path):
-    first = model_of(Counted())
-    first.fit(loader(), epochs=1, verbose=0)
-    first.save(tmp_path / "1.h5")
-    again = model_of(Counted())
-    again.fit(loader(), epochs=3, verbose=0, resume_from=tmp_path / "1.h5")
-    assert again.net.counts.batches == 9
 
 
 def test_brought_callbacks_get_an_error():
@@ -848,6 +833,18 @@ def test_callbacks_that_a_module_brings_log_and_are_in_checkpoints(compiled, tmp
     again.fit(loader(batch_size=4), epochs=2, verbose=0, resume_from=tmp_path / "one.h5")
     assert again.history.history["batches"][1] == last + 1  # on all ranks
     assert again.history.history["loaded"][1] == 1
+
+
+def test_a_refused_file_leaves_nothing_for_the_next_fit(tmp_path):
+    model = model_of(BringsOne(0.0))
+    model.fit(loader(), epochs=1, verbose=0)
+    model.save(tmp_path / "one.h5")
+    other = model_of(BringsOne(0.0))
+    other.net.configure_optimizers = lambda: torch.optim.Adagrad(other.net.parameters())
+    with pytest.raises(fitkit.errors.CheckpointError, match="compiled with Adagrad"):
+        other.fit(loader(), verbose=0, resume_from=tmp_path / "one.h5")
+    other.fit(loader(), epochs=1, verbose=0)
+    assert other.net.at_begin == (0, False)
 
 
 def test_an_epochs_value_that_is_not_one_is_named():
