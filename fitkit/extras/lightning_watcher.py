@@ -49,6 +49,11 @@ class Watcher(Callback):
     def __init__(self, stage: str) -> None:
         self.stage = stage
 
+    @property
+    def calls_users_code(self) -> bool:
+        """Whether the module has hooks that may log at the end of an epoch or an evaluation."""
+        return self.model.hooks.has("on_train_epoch_end", "on_validation_end", "on_test_end")
+
     # ------------------------------------------------------------------ fit
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
