@@ -11,7 +11,7 @@ import torch
 from fitkit.extras.lightning_base import ServedModel
 from fitkit.extras.lightning_hooks import TRANSFERS
 from fitkit.extras.lightning_updates import AROUND_UPDATES, HookedUpdates
-from fitkit.seams.callbacks import Callback, Logs
+from fitkit.seams.callbacks import Callback, Logs, from_all_ranks
 
 
 def hooks_updates(model: ServedModel) -> bool:
@@ -173,6 +173,8 @@ class Watcher(Callback):
             if self.stage != "fit" and hooks.has(f"on_{stage}_model_train"):
                 self._note_flags()
         if self.stage == "fit":
+            # A rank without a batch of this set has logged nothing.
+            self.model.written.update(*from_all_ranks(self.model, self.model.written))
             self.model.trainer.enter("fit", "train")
 
     # ------------------------------------------------------------------ predict

@@ -85,3 +85,27 @@ def test_a_value_that_a_hook_logs_at_an_epochs_end_moves_all_ranks_rates_alike(o
         torch.testing.assert_close(row[2:], net.weight.flatten(), rtol=0, atol=1e-5)
         rates.add(moved)
     assert len(rates) > 1
+
+
+class Validated(Module):
+    """Its schedule watches what its validation logs, of which one rank may have no batch."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("far", nn.functional.l1_loss(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        rate = {"scheduler": plateau(optimizer), "monitor": "far", "strict": False}
+        return {"optimizer": optimizer, "lr_scheduler": rate}
+
+
+def test_a_rank_without_a_batch_of_the_validation_follows_its_value():
+    model, look = fitkit.Model(Validated()), Look()
+    model.compile(**TWO)
+    held_out = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X[:5], Y[:5]), 8)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), 8)
+    model.fit(data, validation_data=held_out, epochs=5, verbose=0, callbacks=look)
+    for first, second in look.ranks:
+        assert torch.equal(first, second)
+    assert look.ranks[-1][0, 1] < 0.1  # the rate has moved
+    assert "val_far" not in model.history.history
