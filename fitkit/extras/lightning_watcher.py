@@ -12,7 +12,7 @@ from fitkit.extras.lightning_base import ServedModel
 from fitkit.extras.lightning_hooks import TRANSFERS
 from fitkit.extras.lightning_trainer import tensors_in
 from fitkit.extras.lightning_updates import AROUND_UPDATES, HookedUpdates
-from fitkit.seams.callbacks import Callback, Logs
+from fitkit.seams.callbacks import Callback, Logs, from_all_ranks
 
 
 def hooks_updates(model: ServedModel) -> bool:
@@ -49,6 +49,11 @@ class Watcher(Callback):
 
     def __init__(self, stage: str) -> None:
         self.stage = stage
+
+    @property
+    def calls_users_code(self) -> bool:
+        """Whether the module has hooks that may log at the end of an epoch or an evaluation."""
+        return self.model.hooks.has("on_train_epoch_end", "on_validation_end", "on_test_end")
 
     # ------------------------------------------------------------------ fit
 
@@ -176,6 +181,8 @@ class Watcher(Callback):
             if self.stage != "fit" and hooks.has(f"on_{stage}_model_train"):
                 self._note_flags()
         if self.stage == "fit":
+            # A rank without a batch of this set has logged nothing.
+            self.model.written.update(*from_all_ranks(self.model, self.model.written))
             self.model.trainer.enter("fit", "train")
 
     # ------------------------------------------------------------------ predict

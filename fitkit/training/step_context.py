@@ -146,7 +146,7 @@ class StepContext:
             *arguments: the hooks' own arguments.
 
         Ranks:
-            Collective: one exchange per hook that isn't fitkit's own, because its code may log.
+            Collective: one exchange per hook that `_may_log`.
         """
         for hook in hooks:
             with Scope() as scope:
@@ -156,8 +156,7 @@ class StepContext:
                 finally:
                     self.ending = None
                 states, numbers = [ending.state()], [ranks.rank]
-                is_ours = (getattr(hook, "__module__", None) or "").startswith("fitkit.")
-                if ranks.world_size > 1 and not is_ours:
+                if ranks.world_size > 1 and _may_log(hook):
                     states, numbers = ranks.gather(states[0]), list(range(ranks.world_size))
                 if any(states):
                     values.update(ending.merge(states, [1] * len(states), numbers))
@@ -209,3 +208,9 @@ class as_current(contextlib.AbstractContextManager[StepContext]):  # noqa: N801
             del self._contexts[thread]
         else:
             self._contexts[thread] = self._before
+
+
+def _may_log(hook: Callable[..., Any]) -> bool:
+    """Whether a hook may log: all but fitkit's own, unless these call a user's code."""
+    is_ours = (getattr(hook, "__module__", None) or "").startswith("fitkit.")
+    return not is_ours or getattr(getattr(hook, "__self__", None), "calls_users_code", False)
