@@ -86,7 +86,7 @@ def saved_by_hook(model: ServedModel, weights: Any) -> tuple[Any, dict[str, Any]
     kept._metadata = getattr(weights, "_metadata", {})  # type: ignore[attr-defined]
     added = {name: value for name, value in checkpoint.items() if name not in given}
     if not _is_plain(added, f"what {hook} adds"):
-        added = {LEFT_OUT: True}
+        return weights, {**own, LEFT_OUT: True}  # as if there were no hook: none will load them
     return kept, {**own, **added}
 
 

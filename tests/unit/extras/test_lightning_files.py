@@ -216,6 +216,20 @@ def test_a_resume_that_builds_layers_goes_on_as_the_trainers(tmp_path):
     assert all(torch.equal(mine, expected) for mine, expected in pairs)
 
 
+class Unplain(Growing):
+    def on_save_checkpoint(self, checkpoint):
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["options"] = argparse.Namespace(a=1)
+
+
+def test_weights_that_a_hook_renames_load_where_its_other_objects_are_left_out(tmp_path):
+    first, again = Unplain(), Unplain()
+    with pytest.warns(UserWarning, match=r"Unplain.on_save_checkpoint.*leave all of it out"):
+        model_of(first).save(tmp_path / "made.h5")
+    model_of(again).load(tmp_path / "made.h5")  # without on_load_checkpoint
+    assert all(map(torch.equal, again.parameters(), first.parameters()))
+
+
 class Asking(Growing):
     asked = "optimizer_states"
 
