@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, cast
 
 import torch
@@ -188,7 +189,7 @@ class Trainer(Unknown):
 
     OURS = frozenset({
         "began", "enter", "enter_interrupted", "epochs_over", "fitkit_model", "held", "is_running",
-        "leave", "log_held", "model_now", "note", "resumed", "values",
+        "leave", "log_held", "model_now", "note", "resumed", "showing", "values",
     })  # fmt: skip
     INSTEAD: ClassVar[dict[str, str]] = {
         "fit": "call fit of the fitkit.Model",
@@ -566,6 +567,16 @@ class Trainer(Unknown):
         self.values.update(logs)
         if self.resumed:
             self.resumed.update(logs)
+
+    @contextlib.contextmanager
+    def showing(self, values: dict[str, Any]) -> Iterator[None]:
+        """Have these values alone, for the length of a block."""
+        before = self.values, self.resumed
+        self.values, self.resumed = values, {}
+        try:
+            yield
+        finally:
+            self.values, self.resumed = before
 
     @property
     def callback_metrics(self) -> dict[str, Any]:

@@ -106,15 +106,13 @@ class Watcher(Callback):
         if self.is_evaluated:
             self.is_evaluated = False
             self.model.net.eval()
-        self.model.written.clear()
-        self.model.trainer.log_held()
         trainer = self.model.trainer
-        values, resumed = trainer.values, trainer.resumed
+        self.model.written.clear()
+        trainer.log_held()
         if not self.model.run.steps_done:
-            trainer.began = dict(values)
-        trainer.values, trainer.resumed = trainer.began, {}  # also if the epoch was interrupted
-        self.model.hooks.ask("on_train_epoch_start")
-        trainer.values, trainer.resumed = values, resumed
+            trainer.began = dict(trainer.values)
+        with trainer.showing(trainer.began):  # also if the epoch was interrupted
+            self.model.hooks.ask("on_train_epoch_start")
         vars(self.model)["evaluated"] = in_evaluation(self.model.net)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
