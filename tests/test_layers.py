@@ -118,7 +118,7 @@ FACES = {
     "training/data_wait.py": {"data_advice"},
     "training/evaluate.py": {"bad_numbers"},
     "training/first_batch.py": {"explain", "own_loss"},
-    "training/fit.py": {"bad_numbers", "splitting", "sync_batchnorm"},
+    "training/fit.py": {"bad_numbers", "ranks_alike", "splitting", "sync_batchnorm"},
     "training/own_step.py": {"explain"},
     "training/step.py": {"explain"},
     "training/lone_watch.py": {"whereabouts"},

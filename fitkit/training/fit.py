@@ -158,7 +158,9 @@ class Fit:
             self.strategy.end_engine(wanted=is_wanted)
 
     def built_in_callbacks(self) -> list[Callback]:
-        """Return the history, preceded by the callbacks that `compile` asked for."""
+        """Return the history, preceded by the callbacks that `compile` asked for, and followed by
+        what compares several ranks.
+        """
         found: list[Callback] = [self.history]
         given = self.compilation.given
         if given.log_gpu_memory is not None:
@@ -169,6 +171,10 @@ class Fit:
             from fitkit.extras.splitting import PartsReport
 
             found.insert(0, PartsReport(self.learning.update))
+        if self.collectives.world_size > 1 and self.strategy.ranks_per_batch == 1:
+            from fitkit.extras.ranks_alike import RanksAlike
+
+            found.append(RanksAlike())
         return found
 
     @contextlib.contextmanager

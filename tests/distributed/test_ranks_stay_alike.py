@@ -1,5 +1,7 @@
 """What each rank computes from its own data moves all ranks alike."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -109,3 +111,60 @@ def test_a_rank_without_a_batch_of_the_validation_follows_its_value():
         assert torch.equal(first, second)
     assert look.ranks[-1][0, 1] < 0.1  # the rate has moved
     assert "val_far" not in model.history.history
+
+
+class Own(fitkit.Model):
+    """Decides by the loss of its rank's batch."""
+
+    what = "rate"
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        decides = loss.item() if self.what != "nothing" else self.all_gather(loss.detach()).max()
+        if decides > 1:
+            self.optimizers().param_groups[0]["lr"] *= 0.9
+        return loss
+
+
+class Skips(fitkit.Model):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        if self.global_rank == 0 or batch_idx:
+            self.optimizers().step()
+
+
+class Noise(fitkit.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        with torch.no_grad():
+            self.model.net.bias.add_(float(self.model.global_rank))
+
+
+class Alike(Own):
+    what = "nothing"
+
+
+@pytest.mark.parametrize(
+    ("kind", "callback", "said"),
+    [
+        (Own, None, "epoch 1: the learning rate of group 0"),
+        (Skips, None, "epoch 1: global_step"),
+        (fitkit.Model, Noise, "the weights net.bias"),
+        (Alike, None, None),
+    ],
+)
+@pytest.mark.filterwarnings("default")
+def test_ranks_that_a_users_code_drives_apart_are_said_once(kind, callback, said):
+    torch.manual_seed(0)
+    model = kind(nn.Linear(4, 1))
+    model.compile(lambda weights: torch.optim.SGD(weights, 0.1), "mse", **TWO)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        own = [] if callback is None else [callback()]
+        model.fit(X, Y, batch_size=8, epochs=3, shuffle=False, verbose=0, callbacks=own)
+    about = [str(one.message) for one in caught if "ranks differ" in str(one.message)]
+    assert len(about) == (said is not None)
+    assert said is None or said in about[0]
