@@ -207,9 +207,9 @@ def _named(name: str) -> Callback:
     return made
 
 
-def report_error(error: BaseException, callbacks: CallbackList) -> None:
-    """Call `on_exception`; a failing hook only warns, so the error and other hooks come through."""
-    for hook in callbacks.hooks("on_exception"):
+def report_error(error: BaseException, hooks: Iterable[Hook]) -> None:
+    """Call `on_exception` hooks; a failing one only warns, so the error and others come through."""
+    for hook in hooks:
         try:
             hook(error)
         except Exception as another:

@@ -138,12 +138,12 @@ class Hooks:
             if defines_hook(one, name):
                 theirs = getattr(one, name)
                 given = (self.module.trainer, self.module, *arguments)
-                self.run(name, theirs, *given[: most_arguments(theirs)])
+                self.run(name, theirs, *given[: numbers_for(theirs)[1]])
 
     def call_own(self, name: str, *arguments: Any, **named: Any) -> Any:
         """Call a hook of the module alone."""
         hook = getattr(self.module, name)
-        return self.run(name, hook, *arguments[: most_arguments(hook)], **named)
+        return self.run(name, hook, *arguments[: numbers_for(hook)[1]], **named)
 
     def at_batch(self, name: str, *arguments: Any, loader: int | None) -> None:
         """Call a batch's hook, if the module overrides it.
@@ -153,7 +153,7 @@ class Hooks:
         """
         if self.has(name):
             hook = getattr(self.module, name)
-            least, _ = numbers_of_arguments(getattr(hook, "__func__", hook), inspect.ismethod(hook))
+            least, _ = numbers_for(hook)
             if loader is not None or least > len(arguments):
                 arguments = *arguments, loader or 0
             self.call(name, *arguments)
@@ -243,9 +243,9 @@ def _as_float(leaf: Any, dtype: torch.dtype) -> Any:
     return leaf.to(dtype) if is_float else leaf
 
 
-def most_arguments(hook: Any) -> int | None:
-    """Return how many arguments a hook takes by place; None for any number."""
-    return numbers_of_arguments(getattr(hook, "__func__", hook), inspect.ismethod(hook))[1]
+def numbers_for(hook: Any) -> tuple[int, int | None]:
+    """Return how many arguments a hook needs, and takes, by place; None for any number."""
+    return numbers_of_arguments(getattr(hook, "__func__", hook), inspect.ismethod(hook))
 
 
 @functools.lru_cache(maxsize=1024)

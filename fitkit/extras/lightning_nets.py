@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,6 @@ import fitkit.callbacks
 from fitkit import trees
 from fitkit.arguments import describe
 from fitkit.callbacks import CallbackList
-from fitkit.errors import warn
 from fitkit.extras.lightning_base import ServedModel, refusal
 from fitkit.extras.lightning_data import (
     DataModule,
@@ -41,6 +40,7 @@ from fitkit.extras.lightning_trainer import Trainer, Word
 from fitkit.extras.lightning_updates import HookedScheduler, Idle, OfAll
 from fitkit.extras.lightning_watcher import EpochEnd, OthersModes, hooks_updates, watcher_for
 from fitkit.modes import set_flags
+from fitkit.seams.callbacks import report_error
 from fitkit.seams.files import OpenWeights
 from fitkit.seams.networks import OpenedData
 from fitkit.seams.steps import NetAlone, loss_in
@@ -270,9 +270,10 @@ class LightningModel(ServedModel):
             hooks.ask("teardown", Word(stage))
         except BaseException as error:
             if not is_nested:
-                tell(self.on_exception, error)
+                told = [self.on_exception]
                 if self.data is not None:
-                    tell(self.data.follower.on_exception, error)
+                    told.append(self.data.follower.on_exception)
+                report_error(error, told)
             raise
         finally:
             if is_nested:
@@ -544,14 +545,6 @@ class Bound:
 
     def __call__(self, *arguments: Any) -> Any:
         return getattr(self._model(), self._name)(*self._first, *arguments)
-
-
-def tell(hook: Callable[[BaseException], None], error: BaseException) -> None:
-    """Tell a hook of an error; if it fails itself, that is a warning."""
-    try:
-        hook(error)
-    except Exception as another:
-        warn(f"on_exception failed: {type(another).__name__}: {another}")
 
 
 def _settings(call: dict[str, Any]) -> dict[str, Any]:

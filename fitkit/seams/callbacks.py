@@ -32,7 +32,7 @@ from fitkit.callbacks.base import (
     share_buffers,
 )
 from fitkit.callbacks.batch_sizes import SetsBatchSize, value_in
-from fitkit.callbacks.callback_list import CALLBACKS, Callbacks
+from fitkit.callbacks.callback_list import CALLBACKS, Callbacks, report_error
 from fitkit.callbacks.checkpoint_writer import CheckpointWriter
 from fitkit.callbacks.display import (
     Metrics,
@@ -69,6 +69,7 @@ __all__ = [
     "is_terminal",
     "print_on_rank_zero",
     "rank_source",
+    "report_error",
     "run_of",
     "share_buffers",
     "short_count",

@@ -68,7 +68,7 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
             except BaseException as error:
                 # Use the batches before the error, as single steps would.
                 run.learning.update.flush()
-                report_error(error, callbacks)
+                report_error(error, callbacks.hooks("on_exception"))
                 raise
     return run.history
 
