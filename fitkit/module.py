@@ -76,7 +76,7 @@ def as_loggable(name: str, value: Any) -> Any:
         return value
     if isinstance(value, numbers.Real) or getattr(value, "shape", None) == ():
         return torch.tensor(float(value), dtype=torch.float64)
-    hint = " Use self.log_dict for a dict." if hasattr(value, "items") else ""
+    hint = " Use self.log_dict for a dict." if trees.has_items(value) else ""
     raise ArgumentTypeError(
         f"self.log({name!r}) got {describe(value)}; it takes a number, a tensor with one number "
         f"or a torchmetrics.Metric.{hint}"
@@ -367,7 +367,7 @@ class Module(nn.Module):
             dictionary: names and values.
             **options: as in `log`.
         """
-        if not hasattr(dictionary, "items"):
+        if not trees.has_items(dictionary):
             raise ArgumentTypeError(
                 f"self.log_dict got {describe(dictionary)}; it takes a dict of names and values."
             )
