@@ -39,7 +39,8 @@ def is_container(tree: object) -> bool:
 
 def has_items(tree: Any) -> bool:
     """Whether `tree` is read as a dict: a mapping, or another object with its method."""
-    return callable(getattr(tree, "items", None))
+    # a mapping first: torch.compile doesn't trace `callable` of a dict's method
+    return isinstance(tree, Mapping) or callable(getattr(tree, "items", None))
 
 
 def _is_record(tree: object) -> bool:
