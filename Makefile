@@ -225,11 +225,12 @@ $(DEMO): setup.cfg setup.py pyproject.toml requirements/constraints.txt
 	echo "[setup] done; later calls skip this"
 
 # aeon is there for a data file that an example reads; what it requires itself doesn't go with the pinned numpy and pandas.
+# keras-hub's networks need nothing of what it requires beside Keras: TensorFlow is for its texts.
 $(STAMP): $(DEMO)
 	@set -e; \
 	rm -f $@; \
 	echo "[setup] what tests, documentation and releases need: about a minute"; \
 	$(INSTALL) --no-compile -e ".[dev]"; \
-	$(INSTALL) --no-compile --no-deps aeon; \
+	$(INSTALL) --no-compile --no-deps aeon "keras-hub ; python_version >= '3.11'"; \
 	printf '%s\n' "$(CURDIR)" > $@; \
 	echo "[setup] done; later calls skip this"
