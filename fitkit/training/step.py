@@ -137,6 +137,7 @@ class CompiledStep:
                 wrapped.weigh = lambda output, x: number_of(own.count(output, labels_inside(x)))
         self._asks = self.loss is not None and self.loss.takes_inputs
         self.seen: Seen | None = None
+        self._is_agreed = False  # whether all ranks know what the net's own loss is the mean over
         self._opens: bool | None = None  # whether batches are parts that need no move, once known
 
     @property
@@ -277,9 +278,11 @@ class CompiledStep:
         """Return the outcome of a batch with these outputs, after the first batch's checks."""
         sequences = self.net.sequences
         own, ranks = loss.own, self.ranks
-        if self.may_count and own is not None and ranks is not None and not own.is_decided:
+        # Not by what this rank knows: only some ranks' batches may have shown the rule.
+        if self.may_count and own is not None and ranks is not None and not self._is_agreed:
             own.count(outputs, y)
             own.agree(ranks)
+            self._is_agreed = own.is_decided
         value, count, terms = loss.computed(
             outputs, y, weight, counts=self.may_count, is_part=is_part, ask=ask
         )
