@@ -170,6 +170,11 @@ def test_the_question_changes_nothing():
     assert drawn[1:] == (random.random(), np.random.rand())
 
 
+def test_the_question_comes_before_the_step_is_compiled(recwarn):
+    trained(mean, accumulate_grad_batches=3, jit_compile={"backend": "aot_eager"})
+    assert not [w for w in recwarn if "jit_compile" in str(w.message)]
+
+
 class Calls:
     def __init__(self):
         self.rows = []
