@@ -89,6 +89,7 @@ class CompiledStep:
         class_weights: weights by label; training only.
         ranks: the ranks that train together, in training; otherwise None.
         may_count: whether losses may be means over something other than samples.
+        joins: whether an evaluation's loss comes from the losses of several batches.
         transfer: the data's own way to move a batch; None leaves that to the model.
 
     Attributes:
@@ -112,6 +113,7 @@ class CompiledStep:
         class_weights: ClassWeights | None = None,
         ranks: Collectives | None = None,
         may_count: bool = False,
+        joins: bool = False,
         transfer: Callable[[Any, torch.device], Any] | None = None,
     ) -> None:
         compilation = model._fitkit.compilation
@@ -128,6 +130,7 @@ class CompiledStep:
         self.meters: CompiledMetrics | None = None
         self.class_weights = class_weights
         self.may_count = may_count
+        self._joins = joins
         if not predicts:
             compilation.loss.to(strategy.device)
             self.loss = compilation.loss.begin()
@@ -240,6 +243,8 @@ class CompiledStep:
         self.seen = Seen(y is not None)
         found = self._outcome(loss, outputs, y, weight, ask, is_part=is_part)
         assert found.loss is not None
+        if self._joins:
+            loss.check_no_sum(outputs, y)
         loss.check_learns(found.loss)
         for targets in (y, *self.data.targets):
             loss.check_labels(targets)
