@@ -18,7 +18,7 @@ from fitkit.registry import imported_on_demand
 from fitkit.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from fitkit import loggers, pictures, transforms, tune
+    from fitkit import loggers, pictures, sklearn, transforms, tune
     from fitkit.extras.activation_checkpointing import checkpoint_activations
     from fitkit.extras.free_devices import find_usable_cuda_devices
     from fitkit.extras.planning import plan
@@ -34,6 +34,7 @@ else:
             "loggers": "fitkit.loggers",
             "pictures": "fitkit.pictures",
             "plan": "fitkit.extras.planning:plan",
+            "sklearn": "fitkit.sklearn",
             "transforms": "fitkit.transforms",
             "tune": "fitkit.tune",
             "verify": "fitkit.extras.verification.verifying:verify",
@@ -62,6 +63,7 @@ __all__ = [
     "plan",
     "precisions",
     "set_seed",
+    "sklearn",
     "strategies",
     "transforms",
     "tune",

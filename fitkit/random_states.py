@@ -39,7 +39,7 @@ def random_state(
         devices: the devices of this process; None for the current one, a call's own within it.
 
     Returns:
-        Plain data and tensors.
+        Numbers and words, in tuples, lists and dicts; tensors; and NumPy's key, an array.
     """
     state: dict[str, Any] = {
         "python": random.getstate(),

@@ -13,6 +13,24 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
+def first_spoiled(weights: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """Return the name of the first weight with a number that isn't finite; None if there is none.
+
+    Of weights that ranks hold in parts nothing is said.
+
+    Args:
+        weights: by name, as `named_parameters` gives them.
+    """
+    found = {
+        name: torch.isfinite(weight.detach()).all()
+        for name, weight in weights
+        if (weight.is_floating_point() or weight.is_complex())
+        and not (hasattr(weight, "full_tensor") or weight.is_meta)
+    }
+    names = (name for name, is_finite in found.items() if not bool(is_finite))
+    return next((name.removeprefix("net.") for name in names), None)
+
+
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bytes, in its own memory where that is contiguous: (bytes,) uint8.
 

@@ -119,6 +119,7 @@ FACES = {
     "training/evaluate.py": {"bad_numbers"},
     "training/first_batch.py": {"explain", "own_loss"},
     "training/fit.py": {"bad_numbers", "ranks_alike", "splitting", "sync_batchnorm"},
+    "training/on_batch.py": {"bad_numbers"},
     "training/own_step.py": {"explain"},
     "training/step.py": {"explain"},
     "training/lone_watch.py": {"whereabouts"},

@@ -25,6 +25,7 @@ from fitkit import trees
 from fitkit.random_states import kept_random_numbers, set_random_state
 from fitkit.seams.callbacks import ArraySource, from_all_ranks, rank_source
 from fitkit.seams.data import Batch, LoaderSource, Source, reads_by_index
+from fitkit.tensors import first_spoiled
 
 SEARCHED_S = 5.0
 """So long a data set is searched for a number that isn't finite, where the batch isn't known."""
@@ -199,6 +200,8 @@ class BadBatch(NamedTuple):
         ranks: how many there are.
         indices: of its samples; None where they can't be known.
         where: its first number that isn't finite, in words; None where all are, or not known.
+        before: the samples of the batch before, on all ranks, if this one's data are finite: its
+            gradient may be what wasn't.
     """
 
     number: int
@@ -206,6 +209,7 @@ class BadBatch(NamedTuple):
     ranks: int
     indices: list[int] | None
     where: str | None
+    before: list[int]
 
     def __str__(self) -> str:
         samples = "" if self.indices is None else f" ({named_samples(self.indices)})"
@@ -241,9 +245,32 @@ def words_of_lost(run: Any, lost: str, *, is_first: bool, is_early: bool) -> tup
     where = found.where if found is not None and is_named else first_bad_of(run)
     where = _first_bad_held_out(run) if where is None else f"In the data, {where}."
     first = "" if found is None else f", first in {found}"
+    if found is not None and found.before:
+        first += f". Or a gradient wasn't, in the batch before ({named_samples(found.before)})"
     data = f" {where}" if where else ""
     advice = f" {WHO_FINDS_IT}" if is_first else ""
     return f"{lost}{first}.{advice}{data}", is_named
+
+
+def words_of_spoiled(run: Any, name: str) -> str:
+    """Return what to say after an epoch of a weight of this name that isn't finite.
+
+    Ranks:
+        Collective.
+    """
+    progress = run.progress
+    place = max(0, -(-progress.batches // progress.shares) - 1)
+    indices = _indices_on_all(run, progress.number, place)
+    return (
+        f"a gradient wasn't finite, although the loss was: {name} isn't any more. The last batch "
+        f"had {named_samples(indices)}. {WHO_FINDS_IT}"
+    )
+
+
+def _indices_on_all(run: Any, number: int, place: int) -> list[int]:
+    """As `indices_of`, of the samples of all ranks; `place` counts this rank's batches."""
+    found = indices_of(run, number, place * run.progress.shares)
+    return [index for some in from_all_ranks(run.model, found) for index in some or ()]
 
 
 def _has_torchs_order(source: Source) -> bool:
@@ -275,7 +302,9 @@ def bad_batch(run: Any) -> BadBatch | None:
     if indices is not None and run.collectives.rank == rank:
         where = first_bad_of(run, indices)
     indices, where = from_all_ranks(run.model, (indices, where))[rank]
-    return BadBatch(number, rank, len(ranks), indices, where)
+    asks = where is None and indices is not None and place > 0
+    before = _indices_on_all(run, progress.number, place - 1) if asks else []
+    return BadBatch(number, rank, len(ranks), indices, where, before)
 
 
 def _number_of_bad(run: Any) -> int | None:
@@ -411,13 +440,11 @@ def advice_after_evaluation(model: torch.nn.Module, source: Source) -> str:
     """Return where numbers are that aren't finite, of an evaluation whose loss isn't, and what to
     do.
     """
-    for name, weight in model.named_parameters():
-        is_whole = trees.is_inexact(weight) and not hasattr(weight, "full_tensor")
-        if is_whole and not bool(torch.isfinite(weight.detach()).all()):
-            return (
-                f"The net's {name.removeprefix('net.')} isn't finite: load weights from before the "
-                "training that spoiled them."
-            )
+    if (name := first_spoiled(model.named_parameters())) is not None:
+        return (
+            f"The net's {name} isn't finite: load weights from before the training that spoiled "
+            "them."
+        )
     if (where := first_bad_in(source)) is not None:
         return f"In the data, {where}: leave such samples out, or fill what is missing."
     return "model.predict(x) shows the samples for which the net's outputs aren't finite."

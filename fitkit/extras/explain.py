@@ -76,7 +76,7 @@ def raise_explained_of_own_step(error: Exception, model: AnyCallable) -> None:
     it is about an index that a table lacks, or about the weights of a loss.
     """
     if isinstance(error, (IndexError, RuntimeError, ValueError)):
-        explanation = _of_index(error, model) or fault_of_loss(error)
+        explanation = of_index(error, model) or fault_of_loss(error)
         if explanation is not None:
             raise explanation from error
 
@@ -157,7 +157,7 @@ def explained(
             f"This CPU can't compute a layer of the net in this number type. {_first_line(text)} "
             "Write precision='bf16-mixed'. On some CPUs torch has no float16 LSTM."
         )
-    if (lacking := _of_index(error, net, f" ({given})")) is not None:
+    if (lacking := of_index(error, net, f" ({given})")) is not None:
         return lacking
     calls = list(_calls_in(error, net))
     whole = not isinstance(x, torch.Tensor) and CONTAINER_ERRORS.search(text)
@@ -179,7 +179,7 @@ def explained(
     return None
 
 
-def _of_index(error: Exception, net: AnyCallable, given: str = "") -> FitkitError | None:
+def of_index(error: Exception, net: AnyCallable, given: str = "") -> FitkitError | None:
     """Return a clearer error for an index that a table of embeddings lacks."""
     if not isinstance(error, (IndexError, RuntimeError)) or not INDEX_ERRORS.search(str(error)):
         return None

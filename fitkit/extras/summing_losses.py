@@ -1,7 +1,8 @@
 """Losses that sum over a batch's samples, where fitkit's losses are means.
 
 An update of several parts weighs them by their samples. A sum would be weighed twice, and the
-update would be as many times too small as it has parts. So a sum is refused, by what the loss gives
+update would be as many times too small as it has parts. An evaluation joins its batches in the same
+way, and would depend on how many there are. So a sum is refused, by what the loss gives
 for some samples that come several times.
 """
 
@@ -80,9 +81,9 @@ def sums_over_samples(label: str) -> str:
     """Return the refusal of a loss that sums."""
     return (
         f"{label} sums over the samples of a batch, but fitkit's losses are means: parts of an "
-        "update (accumulated batches, ranks) are weighed by their samples, so a sum would count "
-        "twice. Divide it by the number of samples, or return its values before the sum, shape "
-        "(N,)."
+        "update (accumulated batches, ranks) and the batches of an evaluation are weighed by their "
+        "samples, so a sum would count twice. Divide it by the number of samples, or return its "
+        "values before the sum, shape (N,)."
     )
 
 

@@ -125,6 +125,13 @@ class Loss(abc.ABC):
             ConfigurationError: with what was found and what to write instead.
         """
 
+    def check_no_sum(self, prediction: Any, target: Any) -> None:
+        """Refuse a sum over the samples, after the batch's value: several can't be joined.
+
+        Raises:
+            ConfigurationError: it sums.
+        """
+
     def count_classes(self, prediction: Any, target: Any) -> int | None:
         """Return the number of classes where targets are class indices, else None."""
         return None
@@ -373,12 +380,16 @@ class CustomLoss(Loss):
             if count is None:
                 return result.mean(), result.numel()
             return mean_over(full(result).sum(), count), count
-        if is_part and not self._was_asked:
-            self._was_asked = True
+        if is_part:
+            self.check_no_sum(prediction, given)
+        return result, None
+
+    def check_no_sum(self, prediction: Any, target: Any) -> None:
+        if self._gives_one and not self._was_asked:
             from fitkit.extras.summing_losses import check_no_sum
 
-            check_no_sum(self.label, self._function, prediction, given)
-        return result, None
+            check_no_sum(self.label, self._function, prediction, target)
+            self._was_asked = True
 
     def count(self, prediction: Any, target: Any, classes: int | None = None) -> Count:
         """As of all losses. Of a batch to come it says so many values a label as the last had."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -27,6 +28,7 @@ from fitkit.printing import say
 from fitkit.progress import Progress
 from fitkit.random_states import kept_random_numbers
 from fitkit.scopes import Scope
+from fitkit.tensors import first_spoiled
 from fitkit.training.fit_data import FitData
 from fitkit.training.fit_learning import FitLearning
 from fitkit.training.log import LazyLogs, Logbook, noted_by, reduced, warn_of_empty
@@ -322,6 +324,8 @@ class Fit:
         if epoch == self.arguments.initial_epoch:
             self._tell_wait()
         self.warn_of_non_finite(epoch, values)
+        if epoch + 1 == self.arguments.epochs:
+            self._warn_of_spoiled(epoch, values)
         self.learning.rates.after_epoch(epoch, values, self.seen_values)
         self.logs = values
         place, self.current = self.progress, None
@@ -359,6 +363,23 @@ class Fit:
             self.has_named_non_finite = is_named or not is_early
             if words:
                 warn(f"In epoch {epoch + 1}{f', by batch {batch},' if is_early else ''} {words}")
+
+    def _warn_of_spoiled(self, epoch: int, values: Values) -> None:
+        """Warn on rank 0 that the last update's gradient wasn't finite: no later loss shows it.
+
+        Ranks:
+            Collective.
+        """
+        if not math.isfinite(values.get("loss", 0.0)):  # which said it, if it means anything
+            return
+        learned = ((n, w) for n, w in self.model.named_parameters() if w.requires_grad)
+        names = [name for name in self.collectives.gather(first_spoiled(learned)) if name]
+        if names:
+            from fitkit.extras.bad_numbers import words_of_spoiled
+
+            words = words_of_spoiled(self, names[0])
+            if self.collectives.rank == 0:
+                warn(f"In epoch {epoch + 1} {words}")
 
     def _tell_wait(self) -> None:
         """Note how long the first epoch waited for data; say it, on rank 0, if that was long."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 from collections.abc import Callable
 from operator import attrgetter, is_
@@ -24,6 +25,7 @@ from fitkit.data.arrays import (
 )
 from fitkit.data.batches import Batch, check_weights
 from fitkit.data.sources import array_batch, check_data_type
+from fitkit.errors import warn
 from fitkit.guests import guest_of
 from fitkit.hooks import STEP_HOOKS, evaluation_stage
 from fitkit.losses.class_weights import ClassWeights
@@ -201,6 +203,7 @@ class KeptSteps(MadeAnew):
 
     def __init__(self) -> None:
         self._by_stage: dict[str, KeptStep] = {}
+        self.has_told = False  # that a loss isn't finite
 
     def drop(self) -> None:
         """Drop all steps, so that the next calls rebuild them."""
@@ -350,16 +353,30 @@ def _counted_by_all(model: Module, data: tuple[Any, ...]) -> Batch:
     return dataclasses.replace(batch, total=int(ranks.sums([float(batch.samples)])[0]))
 
 
-def _values_of(kept: KeptStep, record: Logbook, batch: Batch) -> dict[str, Any]:
+def _values_of(kept: KeptStep, steps: KeptSteps, record: Logbook, batch: Batch) -> dict[str, Any]:
     """Return the values of the one batch that a step has computed."""
     step = kept.step
     values: dict[str, Any] = record.results()
     loss = values.get("loss")
     if loss != loss and kept.may_count and not any(step.counts_of(batch)):  # NaN, of no labels
-        values["loss"] = EMPTY_MEAN
+        loss = values["loss"] = EMPTY_MEAN
     if EMPTY_MEAN in values.values():
         warn_of_empty(values, "In this batch")
+    if loss is not None and loss is not EMPTY_MEAN and not math.isfinite(loss):
+        _tell_lost(loss, steps, batch)
     return values
+
+
+def _tell_lost(loss: float, steps: KeptSteps, batch: Batch) -> None:
+    """Warn, once for a model, that a batch's loss isn't finite, and where its data aren't."""
+    if steps.has_told:
+        return
+    steps.has_told = True
+    from fitkit.extras.bad_numbers import first_bad
+
+    where = first_bad(batch.data)
+    advice = "All numbers of the batch are finite" if where is None else f"In the batch, {where}"
+    warn(f"In this batch loss is {loss}. {advice}. This is said once.")
 
 
 def fit_batch(
@@ -398,7 +415,7 @@ def fit_batch(
                         counted = transforms(counted)
                     context.batch = counted
                     kept.update(counted, 0, context.record)
-                    values = _values_of(kept, context.record, counted)
+                    values = _values_of(kept, steps, context.record, counted)
     model._fitkit.log_names = list(values)
     if class_weights is None:
         steps.give(model, batch, kept)
@@ -420,7 +437,7 @@ def evaluate_batch(model: Module, arrays: tuple[Any, ...]) -> dict[str, Any]:
             with evaluating(model, context, modules), torch.no_grad():
                 counted = context.batch = _counted(batch, counter_of(model))
                 step.record(counted, first_step(model, step, counted), context.record)
-                values = _values_of(kept, context.record, counted)
+                values = _values_of(kept, steps, context.record, counted)
     steps.give(model, batch, kept)
     return values
 

@@ -89,6 +89,7 @@ class CompiledStep:
         class_weights: weights by label; training only.
         ranks: the ranks that train together, in training; otherwise None.
         may_count: whether losses may be means over something other than samples.
+        joins: whether an evaluation's loss comes from the losses of several batches.
         transfer: the data's own way to move a batch; None leaves that to the model.
 
     Attributes:
@@ -112,6 +113,7 @@ class CompiledStep:
         class_weights: ClassWeights | None = None,
         ranks: Collectives | None = None,
         may_count: bool = False,
+        joins: bool = False,
         transfer: Callable[[Any, torch.device], Any] | None = None,
     ) -> None:
         compilation = model._fitkit.compilation
@@ -128,6 +130,7 @@ class CompiledStep:
         self.meters: CompiledMetrics | None = None
         self.class_weights = class_weights
         self.may_count = may_count
+        self._joins = joins
         if not predicts:
             compilation.loss.to(strategy.device)
             self.loss = compilation.loss.begin()
@@ -137,6 +140,7 @@ class CompiledStep:
                 wrapped.weigh = lambda output, x: number_of(own.count(output, labels_inside(x)))
         self._asks = self.loss is not None and self.loss.takes_inputs
         self.seen: Seen | None = None
+        self._is_agreed = False  # whether all ranks know what the net's own loss is the mean over
         self._opens: bool | None = None  # whether batches are parts that need no move, once known
 
     @property
@@ -239,6 +243,8 @@ class CompiledStep:
         self.seen = Seen(y is not None)
         found = self._outcome(loss, outputs, y, weight, ask, is_part=is_part)
         assert found.loss is not None
+        if self._joins:
+            loss.check_no_sum(outputs, y)
         loss.check_learns(found.loss)
         for targets in (y, *self.data.targets):
             loss.check_labels(targets)
@@ -277,9 +283,11 @@ class CompiledStep:
         """Return the outcome of a batch with these outputs, after the first batch's checks."""
         sequences = self.net.sequences
         own, ranks = loss.own, self.ranks
-        if self.may_count and own is not None and ranks is not None and not own.is_decided:
+        # Not by what this rank knows: only some ranks' batches may have shown the rule.
+        if self.may_count and own is not None and ranks is not None and not self._is_agreed:
             own.count(outputs, y)
             own.agree(ranks)
+            self._is_agreed = own.is_decided
         value, count, terms = loss.computed(
             outputs, y, weight, counts=self.may_count, is_part=is_part, ask=ask
         )

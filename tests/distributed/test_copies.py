@@ -96,7 +96,7 @@ def test_one_strategy_object_trains_two_models_in_turn():
 
 
 def test_an_estimator_that_was_pickled_learns_on_both_ranks():
-    sklearn = pytest.importorskip("fitkit.sklearn")
+    sklearn = pytest.importorskip("fitkit.extras.sklearn")
     given = {"accelerator": "cpu", "devices": 2}
     made = sklearn.Regressor(dense(4, 1), random_state=0, verbose=0, epochs=1, batch_size=4)
     made.set_params(compile_options=given)

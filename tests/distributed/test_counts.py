@@ -224,6 +224,19 @@ def test_a_net_with_its_own_loss(cut):
     assert apart(model.net, wanted) < 1e-12
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_labels_learns_from_the_others_what_a_nets_own_loss_counts(rank):
+    x, y = tokens()
+    y[:, 1] = y[:, 0]
+    y[8 * rank : 8 * rank + 8] = IGNORED  # all of this rank's first batch
+    wanted = reference(made(LanguageModel), lambda net, x, y: net(x, y)["loss"], (x, y))
+    model = fitted(
+        fitkit.Model(made(LanguageModel)), (x, y), "2 ranks x 8",
+        lambda x, y: {"x": x, "labels": y},
+    )  # fmt: skip
+    assert apart(model.net, wanted) < 1e-12
+
+
 class OwnStep(fitkit.Model):
     def training_step(self, batch, batch_idx):
         x, y = batch

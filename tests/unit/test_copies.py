@@ -223,7 +223,7 @@ def test_averages_of_a_callback_come_along(way):
 
 @every_way
 def test_an_estimator_that_was_copied_learns_on(way):
-    sklearn = pytest.importorskip("fitkit.sklearn")
+    sklearn = pytest.importorskip("fitkit.extras.sklearn")
     x, y = X.numpy(), Y.numpy().ravel()
     one, other = (
         sklearn.Regressor(dense(4, 1), random_state=0, epochs=2, verbose=0) for _ in range(2)

@@ -84,7 +84,7 @@ def test_arguments_beside_a_schedules_name_belong_into_a_partial():
     ids=["callbacks", "sample_weight", "loss"],
 )
 def test_options_that_an_estimator_takes_itself_are_refused(options, said):
-    sklearn = pytest.importorskip("fitkit.sklearn")
+    sklearn = pytest.importorskip("fitkit.extras.sklearn")
     with pytest.raises(ConfigurationError, match=said):
         sklearn.Classifier(nn.Linear(2, 3), **options).fit(X.numpy(), Y.numpy())
 

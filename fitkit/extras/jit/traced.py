@@ -68,9 +68,9 @@ class TracedStep:
             return False
         return all(isinstance(part, torch.Tensor) for part in batch) and step.mover.leaves(batch)
 
-    def as_written(self, batch: Parts) -> Outcome:
+    def as_written(self, batch: Parts, *, is_part: bool) -> Outcome:
         """Compute a batch's outcome without compiling; the first batch is checked."""
-        return self._step.compute(self._step.net.in_precision(self.net), *batch)
+        return self._step.compute(self._step.net.in_precision(self.net), *batch, is_part=is_part)
 
     def entered(self, batch: Parts) -> tuple[Any, ...]:
         """Return the arguments of `predicted` and `computed` for a batch: the net's come first."""

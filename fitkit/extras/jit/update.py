@@ -557,7 +557,7 @@ class JitUpdate:
         _refuse_hooks(may_learn)
         put_back = _restorer(self._model._fitkit.compilation.trained(self._model).modules())
         with kept_random_numbers(), as_written(self._model):
-            outcome = traced.as_written(trees.cloned(parts))
+            outcome = traced.as_written(trees.cloned(parts), is_part=self._is_part)
             assert outcome.loss is not None
             gradients = torch.autograd.grad(outcome.loss, may_learn, allow_unused=True)
         put_back()

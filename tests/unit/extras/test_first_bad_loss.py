@@ -118,6 +118,34 @@ def test_at_once_where_values_are_read_within_the_epoch():
     assert all(map(torch.equal, state[::2], state[1::2]))
 
 
+class RootOfZero(torch.autograd.Function):
+    """Its value is finite, its gradient isn't, where the target is 0."""
+
+    @staticmethod
+    def forward(context, outputs, y):
+        context.save_for_backward(y)
+        return outputs.square().mean()
+
+    @staticmethod
+    def backward(context, gradient):
+        (y,) = context.saved_tensors
+        return gradient / y, None
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("place", [2, 5])
+def test_a_gradient_that_is_bad_is_said_with_the_samples_of_its_batch(place, devices):
+    x, y = data("a log of 0")
+    y[BAD], y[place * BATCH] = 1.0, 0.0
+    model = fitkit.Model(nn.Linear(4, 1))
+    model.compile("sgd", RootOfZero.apply, accelerator="cpu", devices=devices)
+    with pytest.warns(UserWarning, match="a gradient wasn't") as found:
+        model.fit(x, y, batch_size=BATCH // devices, shuffle=False, verbose=0)
+    (words,) = (str(one.message) for one in found if "a gradient wasn't" in str(one.message))
+    named = re.search(r"batch (?:before \(|had )samples ([\d, ]+)", words)[1]
+    assert sorted(map(int, named.split(", "))) == [*range(place * BATCH, (place + 1) * BATCH)]
+
+
 def test_epochs_of_steps_count_in_the_pass():
     net, (words,) = said("a log of 0", steps=4, epochs=2)
     at = next(n for n, rows in enumerate(net.rows) if BAD in rows)

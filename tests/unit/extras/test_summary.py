@@ -448,3 +448,9 @@ def test_a_net_may_write_into_the_example():
     model = fitkit.Model(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 1)))
     model.summary(x)
     assert (x == -1).all()
+
+
+def test_an_index_that_an_embedding_lacks_is_named():
+    net = nn.Sequential(nn.Embedding(5, 4), nn.Flatten())
+    with pytest.raises(ConfigurationError, match=r"Embedding\(5, 4\).*got 9.*FK012"):
+        fitkit.Model(net).summary(np.array([[1, 9]]))

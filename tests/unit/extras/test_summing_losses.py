@@ -128,6 +128,26 @@ def test_a_sum_trains_as_written_where_each_batch_is_an_update():
     assert torch.equal(trained(PlainSum()).net.weight, net.weight)
 
 
+@pytest.mark.parametrize("loss", SUMS)
+def test_an_evaluation_of_several_batches_refuses_a_sum_each_time(loss):
+    model = trained(loss)
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="FK061"):
+            model.evaluate(X, Y, batch_size=4, verbose=0)
+    whole = ((model.net(X) - Y).square().sum()).item()
+    if isinstance(loss, PlainSum):
+        assert model.evaluate(X, Y, batch_size=12, verbose=0) == pytest.approx(whole)
+        assert model.test_on_batch(X, Y) == pytest.approx(whole)
+
+
+def test_a_fit_that_will_validate_refuses_a_sum_before_its_first_update():
+    model = fitkit.Model(nets.linear(3, 1))
+    model.compile("sgd", PlainSum())
+    with pytest.raises(ConfigurationError, match="FK061"):
+        model.fit(X, Y, batch_size=4, validation_data=(X, Y), verbose=0)
+    assert model.global_step == 0
+
+
 def test_a_step_of_the_models_own_that_asks_for_the_loss_is_no_way_around():
     class Own(fitkit.Model):
         def training_step(self, batch, batch_idx):
@@ -168,6 +188,11 @@ def test_the_question_changes_nothing():
     for _ in range(3):
         torch.rand(()), random.random(), np.random.rand()
     assert drawn[1:] == (random.random(), np.random.rand())
+
+
+def test_the_question_comes_before_the_step_is_compiled(recwarn):
+    trained(mean, accumulate_grad_batches=3, jit_compile={"backend": "aot_eager"})
+    assert not [w for w in recwarn if "jit_compile" in str(w.message)]
 
 
 class Calls:

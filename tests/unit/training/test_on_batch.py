@@ -658,3 +658,15 @@ def test_texts_beside_tensors_have_weights_and_lists_of_numbers_are_refused():
     assert loss == pytest.approx((4 + 0.5 * 9) / 2)
     with pytest.raises(TypeError, match=r"numpy\.asarray"):
         model.predict_on_batch([[1.0, 2.0], [3.0, 4.0]])
+
+
+def test_a_loss_that_is_nan_is_said_once_with_its_place(recwarn):
+    model = fitkit.Model(nn.Linear(3, 1))
+    model.compile("sgd", "mse", accelerator="cpu")
+    x, y = torch.ones(4, 3), torch.zeros(4, 1)
+    x[2, 1] = torch.nan
+    for _ in range(2):
+        model.test_on_batch(x, y)
+        model.train_on_batch(x, y)
+    (words,) = (str(one.message) for one in recwarn)
+    assert "loss is nan" in words and "x of sample 2 is nan at column 1" in words
