@@ -16,7 +16,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def first_spoiled(weights: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     """Return the name of the first weight with a number that isn't finite; None if there is none.
 
-    Of weights that ranks hold in parts nothing is said.
+    Of weights that ranks hold in parts nothing is said, nor of layouts and types that torch can't
+    ask.
 
     Args:
         weights: by name, as `named_parameters` gives them.
@@ -25,6 +26,8 @@ def first_spoiled(weights: Iterable[tuple[str, torch.Tensor]]) -> str | None:
         name: torch.isfinite(weight.detach()).all()
         for name, weight in weights
         if (weight.is_floating_point() or weight.is_complex())
+        and is_dense(weight)
+        and weight.element_size() > 1
         and not (hasattr(weight, "full_tensor") or weight.is_meta)
     }
     names = (name for name, is_finite in found.items() if not bool(is_finite))
