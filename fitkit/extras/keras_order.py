@@ -17,7 +17,9 @@ from keras.src.trainers.compile_utils import is_binary_or_sparse_categorical
 
 from fitkit import trees
 from fitkit.arguments import callable_name, check_takes_pair
+from fitkit.errors import ConfigurationError
 from fitkit.extras.keras_objects import loss_like, metric_like
+from fitkit.registry import Registry, unknown_name
 from fitkit.seams.losses import LOSSES
 from fitkit.seams.metrics import METRICS, Mean, MetricSpec, Named, as_given
 
@@ -39,7 +41,7 @@ def meant(argument: str, value: Any) -> Any:
 
 def _of_loss(loss: Any) -> Any:
     if isinstance(loss, str) and loss not in LOSSES:
-        loss = _by_keras(keras.losses.get, loss)  # "dice"
+        loss = _by_keras(keras.losses.get, loss) or _known(LOSSES, loss)  # "dice"
     if isinstance(loss, keras.losses.Loss):
         return loss_like(loss)
     if not _takes_target_first(loss, "loss"):
@@ -55,15 +57,33 @@ def _of_metric(metric: Any) -> Any:
         if isinstance(found, keras.metrics.MeanMetricWrapper):
             found.name = metric
             return metric_like(found)
+        return _known(METRICS, metric)
     return _target_first(metric) if _takes_target_first(metric, "metric") else metric
 
 
 def _by_keras(get: Callable[[str], Any], name: str) -> Any:
-    """Return what Keras has by a name; the name where it has nothing that comes without more."""
+    """Return what Keras has by a name; None where it has nothing that comes without more."""
     try:
         return get(name)
     except (TypeError, ValueError):
-        return name
+        return None
+
+
+def _known(names: Registry[Any], name: str) -> str:
+    """Return a name.
+
+    Raises:
+        ConfigurationError: there is none such. It says in which order a function gets its
+            arguments here.
+    """
+    try:
+        names[name]
+    except ConfigurationError as error:
+        if error.code != "FK028":
+            raise
+        hint = names.hint.replace("(prediction, target)", "(y_true, y_pred)")
+        raise unknown_name(names.kind, name, names, hint, names.page) from None
+    return name
 
 
 def _takes_target_first(value: Any, kind: str) -> bool:
