@@ -444,7 +444,7 @@ class Model(Module):
             record.compiler = copy.copy(record.compiler)
         record.compilation = compilation
         if (guest := guest_of(self)) is not None:
-            guest.check(self)
+            guest.check(self, "compile")
         if anew.optimizer or given.layer_decay != was.layer_decay:
             record.fit_state.drop_optimizers()
         if anew.scheduler:
@@ -1324,6 +1324,8 @@ def _prepared(model: Model, verb: str, arguments: Arguments) -> Arguments:
     found = _with_sources(model, verb, arguments)
     if (guest := guest_of(model)) is not None:
         guest.check(model, verb)
+        if isinstance(found, FitArguments) and found.held_out:
+            guest.check(model, "evaluate")
     else:
         meet_parts(model, warns=not has_steps)
     _build(model, verb, lambda: first_inputs(found.source))
