@@ -91,9 +91,9 @@ class ServedModel(Model):
             return steps
         if (given := self.call.get("steps_per_epoch")) is not None:
             return int(given)
-        x = self.call.get("x")
-        if x is not None and x is self.call.get("datamodule"):
-            x = x.train_dataloader()  # asked before the loaders are made, as in setup
+        x, data = self.call.get("x"), self.call.get("datamodule")
+        if x is data and data is not None:  # asked before the loaders are made, as in setup
+            x = data.train_dataloader()
         return self._batches_of(x)
 
     @property
