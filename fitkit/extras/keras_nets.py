@@ -251,7 +251,7 @@ class KerasNet(Guest):
                 raise keras_metrics.not_joined(metric)
 
     def meant(self, argument: str, value: Any) -> Any:
-        return keras_order.meant(argument, value)
+        return keras_order.meant(argument, value, getattr(self.given, "_outputs_struct", None))
 
     def prepare(self, batch: Callable[[], Any]) -> None:
         self._find_variables()  # the network may have been called since

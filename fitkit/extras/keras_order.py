@@ -3,7 +3,7 @@ and the accuracy that fits an output."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,13 +30,36 @@ ACCURACIES = ("accuracy", "acc")
 """The names for which Keras looks at the output and the targets."""
 
 
-def meant(argument: str, value: Any) -> Any:
+def meant(argument: str, value: Any, outputs: Any = None) -> Any:
     """Return losses or metrics of a Keras network as fitkit calls them.
+
+    Args:
+        argument: `"loss"`, `"metrics"` or `"weighted_metrics"`.
+        value: what was given.
+        outputs: the network's symbolic outputs; None where it has none.
 
     Raises:
         ConfigurationError: a function takes other arguments, or the prediction first.
     """
-    return trees.map_leaves(_of_loss if argument == "loss" else _of_metric, value)
+    if argument == "loss":
+        return trees.map_leaves(_of_loss, value)
+    return trees.map_leaves(_of_metric, _by_output(value, outputs))
+
+
+def _by_output(metrics: Any, outputs: Any) -> Any:
+    """Return a list of metrics that has one entry for each output as lists of their own.
+
+    Such a list says what each output is measured by, in Keras's order: that of a dict's keys.
+    fitkit's own meaning of a list without lists is that each output has all of its metrics.
+    """
+    if not (
+        isinstance(metrics, (list, tuple))
+        and isinstance(outputs, (list, tuple, Mapping))
+        and len(metrics) == len(outputs) > 1
+    ):
+        return metrics
+    each = [one if one is None or isinstance(one, (list, tuple)) else [one] for one in metrics]
+    return dict(zip(sorted(outputs), each, strict=True)) if isinstance(outputs, Mapping) else each
 
 
 def _of_loss(loss: Any) -> Any:

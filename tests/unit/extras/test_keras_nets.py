@@ -842,6 +842,23 @@ def test_functions_get_the_target_first_and_accuracy_is_keras_s(name):
         assert found[1][log] == pytest.approx(values, abs=1e-5), log
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("metrics", [["mse", "mae"], ["mse", ["mae", "mse"]], ["mae", None]])
+def test_a_list_of_metrics_has_an_entry_for_each_output(metrics, by_name):
+    found = []
+    for by_keras in (True, False):
+        keras.utils.set_random_seed(7)
+        x = keras.Input((8,))
+        outputs = {name: kl.Dense(1, name=name)(x) for name in ("late", "early")}
+        net = keras.Model(x, outputs if by_name else list(outputs.values()))
+        model = net if by_keras else fitkit.Model(net)
+        model.compile("sgd", "mse" if by_name and not by_keras else ["mse"] * 2, metrics=metrics)
+        y = dict.fromkeys(outputs, Y) if by_name else [Y, Y]
+        found.append(model.evaluate(X, y, verbose=0, return_dict=True))
+    expected, values = found
+    assert values == pytest.approx(expected, abs=1e-5)
+
+
 def test_a_function_with_the_prediction_first_is_refused_by_a_keras_net():
     model = fitkit.Model(made("dense"))
     for arguments in (
