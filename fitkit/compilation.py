@@ -41,6 +41,7 @@ from fitkit.typing import (
     DevicesArgument,
     LossArgument,
     LossWeights,
+    MemoryFormat,
     MetricsArgument,
     Name,
     NamedPrecision,
@@ -121,8 +122,7 @@ class CompileArguments:
         keep_checked(self, check_flag, "sync_batchnorm", "replace_sampler", "auto_select_gpus")
         keep_checked(self, check_choice, "log_gpu_memory", choices=(None, "all", "min_max"))
         keep_checked(self, check_flag, "benchmark", optional=True)
-        if self.deterministic != "warn":
-            keep_checked(self, check_flag, "deterministic", optional=True)
+        keep_checked(self, check_choice, "deterministic", choices=(None, True, False, "warn"))
         self._check_jit_compile()
         keep_checked(self, check_choice, "matmul_precision", choices=MATMUL_PRECISIONS)
         keep_checked(self, check_choice, "memory_format", choices=(None, *MEMORY_FORMATS))
@@ -154,9 +154,15 @@ class CompileArguments:
 
     def _check_jit_compile(self) -> None:
         """Refuse what is neither True, False, nor the keyword arguments of `torch.compile`."""
-        if not isinstance(self.jit_compile, dict):
-            keep_checked(self, check_flag, "jit_compile")
+        flag = plain(self.jit_compile)
+        if isinstance(flag, bool):
+            vars(self)["jit_compile"] = flag
             return
+        if not isinstance(self.jit_compile, dict):
+            raise ArgumentTypeError(
+                f"jit_compile={describe(self.jit_compile)} must be True, False or a dict of "
+                "torch.compile's options, such as {'mode': 'max-autotune'}."
+            )
         accepted = [key for key in inspect.signature(torch.compile).parameters if key != "model"]
         for key in self.jit_compile:
             if key not in accepted:
@@ -209,6 +215,13 @@ class CompileArguments:
         from fitkit.extras.free_devices import find_usable_cuda_devices
 
         return find_usable_cuda_devices(count)
+
+
+def named_format(
+    given: MemoryFormat | Unset | None,
+) -> Literal["channels_last"] | Unset | None:
+    """Return the name of a memory format that was given as torch's object; else what was given."""
+    return "channels_last" if given is torch.channels_last else given  # type: ignore[return-value]
 
 
 def given_or(value: Value | Unset, before: Value) -> Value:

@@ -48,13 +48,13 @@ class Guest(nn.Module):
         """Whether the network has no weights before its first batch, which hasn't come."""
         return False
 
-    def check(self, model: nn.Module, verb: str = "fit") -> None:
+    def check(self, model: nn.Module, verb: str) -> None:
         """Refuse settings that the network can't be trained with.
 
         Args:
             model: with its compiled settings.
-            verb: what is called: `"fit"`, which stands for `compile`, too, `"evaluate"` or
-                `"predict"`.
+            verb: what is called: `"compile"`, `"fit"`, `"evaluate"`, also for the validation of
+                `fit`, or `"predict"`.
 
         Raises:
             ConfigurationError: with what to write instead.

@@ -25,6 +25,7 @@ from fitkit.compilation import (
     CompileArguments,
     given_or,
     is_given,
+    named_format,
     without_gpus,
 )
 from fitkit.data.sources import check_is_one_set, first_inputs
@@ -64,6 +65,7 @@ from fitkit.typing import (
     FilePath,
     LossArgument,
     LossWeights,
+    MemoryFormat,
     MetricsArgument,
     Name,
     NamedPrecision,
@@ -255,7 +257,7 @@ class Model(Module):
         deterministic: bool | Literal["warn"] | Unset | None = UNSET,
         jit_compile: bool | dict[str, Any] | Unset = UNSET,
         matmul_precision: Literal["highest", "high", "medium"] | Unset | None = UNSET,
-        memory_format: Literal["channels_last"] | Unset | None = UNSET,
+        memory_format: MemoryFormat | Unset | None = UNSET,
         steps_per_execution: int | Unset = UNSET,
         effective_batch_size: int | Unset | None = UNSET,
         batch_transforms: BatchTransformsArgument | Unset = UNSET,
@@ -344,9 +346,9 @@ class Model(Module):
                 `torch.set_float32_matmul_precision`: `"highest"` (float32 throughout), `"high"`
                 (TF32 on CUDA) or `"medium"` (bfloat16 where the device has kernels for it). None
                 (default) leaves the setting unchanged.
-            memory_format: `"channels_last"` stores images and the weights of convolutions that way
-                during each call. Tensor cores compute faster with it. None (default) changes
-                nothing.
+            memory_format: `"channels_last"` or `torch.channels_last` stores images and the weights
+                of convolutions that way during each call. Tensor cores compute faster with it.
+                None (default) changes nothing.
             gpus: the older spelling: None or 0 means the CPU, any other value
                 `accelerator="gpu", devices=gpus`.
             scale_lr: `"linear"` multiplies the learning rate by the number of ranks, `"sqrt"` by
@@ -420,7 +422,7 @@ class Model(Module):
             deterministic=given_or(deterministic, was.deterministic),
             jit_compile=given_or(jit_compile, was.jit_compile),
             matmul_precision=given_or(matmul_precision, was.matmul_precision),
-            memory_format=given_or(memory_format, was.memory_format),
+            memory_format=given_or(named_format(memory_format), was.memory_format),
             steps_per_execution=given_or(steps_per_execution, was.steps_per_execution),
             effective_batch_size=given_or(effective_batch_size, was.effective_batch_size),
             batch_transforms=given_or(batch_transforms, was.batch_transforms),
@@ -444,7 +446,7 @@ class Model(Module):
             record.compiler = copy.copy(record.compiler)
         record.compilation = compilation
         if (guest := guest_of(self)) is not None:
-            guest.check(self)
+            guest.check(self, "compile")
         if anew.optimizer or given.layer_decay != was.layer_decay:
             record.fit_state.drop_optimizers()
         if anew.scheduler:
@@ -1324,6 +1326,8 @@ def _prepared(model: Model, verb: str, arguments: Arguments) -> Arguments:
     found = _with_sources(model, verb, arguments)
     if (guest := guest_of(model)) is not None:
         guest.check(model, verb)
+        if isinstance(found, FitArguments) and found.held_out:
+            guest.check(model, "evaluate")
     else:
         meet_parts(model, warns=not has_steps)
     _build(model, verb, lambda: first_inputs(found.source))

@@ -197,6 +197,8 @@ MetricsArgument: TypeAlias = (
 
 LossWeights: TypeAlias = float | Sequence[float | Nested] | Mapping[Any, float | Nested] | None
 
+MemoryFormat: TypeAlias = Literal["channels_last"] | torch.memory_format
+
 OneScheduler: TypeAlias = (
     SchedulerName | Name | LRScheduler | type[LRScheduler] | Callable[[Any], Any]
 )

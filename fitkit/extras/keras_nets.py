@@ -38,12 +38,13 @@ from fitkit.seams.losses import Term
 from fitkit.seams.networks import Guest, Module
 from fitkit.seams.strategies import SingleDevice
 
-STEPS = (
-    *(f"{verb}_step" for verb in ("train", "test", "predict")),
-    *(f"make_{verb}_function" for verb in ("train", "test", "predict")),
-    "compute_metrics",
-)
-"""The methods of a Keras model that only its own `fit` calls. `compute_loss` can be called."""
+STEPS = {
+    "fit": ("train_step", "make_train_function", "compute_metrics"),
+    "evaluate": ("test_step", "make_test_function", "compute_metrics"),
+    "predict": ("predict_step", "make_predict_function"),
+}
+"""By verb, the methods of a Keras model that only Keras's verb calls. `compute_loss` can be called.
+"""
 
 ADDED = "added_loss"
 """The log of what a network adds to losses that are means over different counts."""
@@ -188,16 +189,16 @@ class KerasNet(Guest):
         self._find_variables()  # the network may have been called since
         return not (self.is_built or self.given._called)
 
-    def check(self, model: Any, verb: str = "fit") -> None:
+    def check(self, model: Any, verb: str) -> None:
         given = model._fitkit.compilation.given
         strategy = model._fitkit.compilation.strategy
         net = self.given
         vars(self)["has_loss"] = given.loss is not None
-        learns = verb != "predict"
-        own = [name for name in STEPS if is_own(net, name) and (learns or "predict" in name)]
+        learns = verb == "fit"
+        own = [name for name in STEPS.get(verb, ()) if is_own(net, name)]
         if own and not has_steps(model):
             raise refusal(
-                f"{type(net).__name__} overrides Keras's {own[0]}, which only Keras's own fit "
+                f"{type(net).__name__} overrides Keras's {own[0]}, which only Keras's own {verb} "
                 "calls. Subclass fitkit.Model and write the same as training_step (and "
                 "validation_step, test_step)."
             )
@@ -250,7 +251,7 @@ class KerasNet(Guest):
                 raise keras_metrics.not_joined(metric)
 
     def meant(self, argument: str, value: Any) -> Any:
-        return keras_order.meant(argument, value)
+        return keras_order.meant(argument, value, getattr(self.given, "_outputs_struct", None))
 
     def prepare(self, batch: Callable[[], Any]) -> None:
         self._find_variables()  # the network may have been called since

@@ -3,7 +3,7 @@ and the accuracy that fits an output."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,9 @@ from keras.src.trainers.compile_utils import is_binary_or_sparse_categorical
 
 from fitkit import trees
 from fitkit.arguments import callable_name, check_takes_pair
+from fitkit.errors import ConfigurationError
 from fitkit.extras.keras_objects import loss_like, metric_like
+from fitkit.registry import Registry, unknown_name
 from fitkit.seams.losses import LOSSES
 from fitkit.seams.metrics import METRICS, Mean, MetricSpec, Named, as_given
 
@@ -28,18 +30,41 @@ ACCURACIES = ("accuracy", "acc")
 """The names for which Keras looks at the output and the targets."""
 
 
-def meant(argument: str, value: Any) -> Any:
+def meant(argument: str, value: Any, outputs: Any = None) -> Any:
     """Return losses or metrics of a Keras network as fitkit calls them.
+
+    Args:
+        argument: `"loss"`, `"metrics"` or `"weighted_metrics"`.
+        value: what was given.
+        outputs: the network's symbolic outputs; None where it has none.
 
     Raises:
         ConfigurationError: a function takes other arguments, or the prediction first.
     """
-    return trees.map_leaves(_of_loss if argument == "loss" else _of_metric, value)
+    if argument == "loss":
+        return trees.map_leaves(_of_loss, value)
+    return trees.map_leaves(_of_metric, _by_output(value, outputs))
+
+
+def _by_output(metrics: Any, outputs: Any) -> Any:
+    """Return a list of metrics that has one entry for each output as lists of their own.
+
+    Such a list says what each output is measured by, in Keras's order: that of a dict's keys.
+    fitkit's own meaning of a list without lists is that each output has all of its metrics.
+    """
+    if not (
+        isinstance(metrics, (list, tuple))
+        and isinstance(outputs, (list, tuple, Mapping))
+        and len(metrics) == len(outputs) > 1
+    ):
+        return metrics
+    each = [one if one is None or isinstance(one, (list, tuple)) else [one] for one in metrics]
+    return dict(zip(sorted(outputs), each, strict=True)) if isinstance(outputs, Mapping) else each
 
 
 def _of_loss(loss: Any) -> Any:
     if isinstance(loss, str) and loss not in LOSSES:
-        loss = _by_keras(keras.losses.get, loss)  # "dice"
+        loss = _by_keras(keras.losses.get, loss) or _known(LOSSES, loss)  # "dice"
     if isinstance(loss, keras.losses.Loss):
         return loss_like(loss)
     if not _takes_target_first(loss, "loss"):
@@ -55,15 +80,33 @@ def _of_metric(metric: Any) -> Any:
         if isinstance(found, keras.metrics.MeanMetricWrapper):
             found.name = metric
             return metric_like(found)
+        return _known(METRICS, metric)
     return _target_first(metric) if _takes_target_first(metric, "metric") else metric
 
 
 def _by_keras(get: Callable[[str], Any], name: str) -> Any:
-    """Return what Keras has by a name; the name where it has nothing that comes without more."""
+    """Return what Keras has by a name; None where it has nothing that comes without more."""
     try:
         return get(name)
     except (TypeError, ValueError):
-        return name
+        return None
+
+
+def _known(names: Registry[Any], name: str) -> str:
+    """Return a name.
+
+    Raises:
+        ConfigurationError: there is none such. It says in which order a function gets its
+            arguments here.
+    """
+    try:
+        names[name]
+    except ConfigurationError as error:
+        if error.code != "FK028":
+            raise
+        hint = names.hint.replace("(prediction, target)", "(y_true, y_pred)")
+        raise unknown_name(names.kind, name, names, hint, names.page) from None
+    return name
 
 
 def _takes_target_first(value: Any, kind: str) -> bool:

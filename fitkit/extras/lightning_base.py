@@ -91,11 +91,21 @@ class ServedModel(Model):
             return steps
         if (given := self.call.get("steps_per_epoch")) is not None:
             return int(given)
-        if (x := self.call.get("x")) is None:
-            return None
-        data = self.call.get("datamodule")
-        if data is not None and x is data:  # asked before the loaders are made, as in setup
+        x, data = self.call.get("x"), self.call.get("datamodule")
+        if x is data and data is not None:  # asked before the loaders are made, as in setup
             x = data.train_dataloader()
+        return self._batches_of(x)
+
+    @property
+    def batches_read(self) -> int | None:
+        """The batches that `evaluate` or `predict` reads on this rank; None if unknown."""
+        given, found = self.call.get("steps"), self._batches_of(self.call.get("x"))
+        return found if given is None or (found is not None and found < given) else int(given)
+
+    def _batches_of(self, x: Any) -> int | None:
+        """Return how many batches of a verb's data are this rank's; None if unknown."""
+        if x is None:
+            return None
         source = make_source(
             x, self.call.get("y"), None, batch_size=self.call.get("batch_size", 32)
         )

@@ -340,10 +340,34 @@ class Trainer(Unknown):
 
     @property
     def num_val_batches(self) -> list[float]:
-        """The batches of each validation set on this rank."""
+        """The batches of each validation set on this rank, in `fit` and in `evaluate`."""
+        if self.state.fn == "validate":
+            return self._batches_read_by("validate")
         run: Any = self.model_now.run
         held_out = {} if run is None else run.held_out
         return [math.inf if one.steps is None else one.steps for one in held_out.values()]
+
+    @property
+    def num_sanity_val_batches(self) -> list[float]:
+        """No batches of each validation set: `fit` begins without a look at them."""
+        return [0 for _ in self.num_val_batches]
+
+    @property
+    def num_test_batches(self) -> list[float]:
+        """The batches that `evaluate` reads on this rank, if it runs test steps."""
+        return self._batches_read_by("test")
+
+    @property
+    def num_predict_batches(self) -> list[float]:
+        """The batches that `predict` reads on this rank."""
+        return self._batches_read_by("predict")
+
+    def _batches_read_by(self, verb: str) -> list[float]:
+        """Return how many batches a verb reads; none if another one runs."""
+        if self.state.fn != verb:
+            return []
+        batches = self.model_now.batches_read
+        return [math.inf if batches is None else batches]
 
     # ------------------------------------------------------------------ settings
 
@@ -512,9 +536,24 @@ class Trainer(Unknown):
         return next(iter(self.loggers), None)
 
     @property
+    def checkpoint_callbacks(self) -> list[Any]:
+        """The callbacks that are a `ModelCheckpoint`."""
+        return [one for one in self.callbacks if hasattr(one, "best_model_path")]
+
+    @property
     def checkpoint_callback(self) -> Any:
-        """The first `ModelCheckpoint` of the callbacks; None if there is none."""
-        return next((c for c in self.callbacks if hasattr(c, "best_model_path")), None)
+        """The first of them; None if there is none."""
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def early_stopping_callbacks(self) -> list[Any]:
+        """The callbacks that are an `EarlyStopping`."""
+        return [one for one in self.callbacks if hasattr(one, "stopped_epoch")]
+
+    @property
+    def early_stopping_callback(self) -> Any:
+        """The first of them; None if there is none."""
+        return next(iter(self.early_stopping_callbacks), None)
 
     @property
     def train_dataloader(self) -> Any:

@@ -28,7 +28,7 @@ class _Mixing(BatchTransform):
         classes: the number of classes.
     """
 
-    def __init__(self, alpha: float, *, p: float = 1.0, classes: int | None = None) -> None:
+    def __init__(self, alpha: float = 1.0, *, p: float = 1.0, classes: int | None = None) -> None:
         alpha = check_number("alpha", alpha, above=0)
         p = check_number("p", p, minimum=0, maximum=1)
         classes = check_count("classes", classes, optional=True)
@@ -86,8 +86,8 @@ class MixUp(_Mixing):
     another. Accumulated batches are mixed each by itself.
 
     Args:
-        alpha: of the distribution Beta(alpha, alpha) of the ratio. 1 draws it evenly from 0 to 1.
-            The smaller, the less is mixed.
+        alpha: of the distribution Beta(alpha, alpha) of the ratio. Default 1 draws it evenly from
+            0 to 1. The smaller, the less is mixed.
         p: the probability that a batch is mixed. Default 1.
         classes: the number of classes C. Default None: as many as the net has outputs.
 
@@ -135,7 +135,8 @@ class CutMix(_Mixing):
     as for `MixUp`.
 
     Args:
-        alpha: of the distribution Beta(alpha, alpha) of the part that stays. 1 draws it evenly.
+        alpha: of the distribution Beta(alpha, alpha) of the part that stays. Default 1 draws it
+            evenly.
         p: the probability that a batch is mixed. Default 1.
         classes: the number of classes C. Default None: as many as the net has outputs.
 

@@ -23,14 +23,14 @@ def read_slurm(environment: Environment) -> Cluster | None:
     step_number = read.number(sign)
     if step_number >= FIRST_SPECIAL_STEP:
         return None
-    size = read.size("SLURM_STEP_NUM_TASKS")
+    size = read.size("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     # Set by `srun --pty` and by salloc's shell, and inherited by what such a shell starts with
     # another srun. Those tasks have no terminal; a shell (all of its step that lives) has one.
     if environment.get("SLURM_PTY_PORT") and (size == 1 or _has_terminal()):
         return None
     nodes = read.size("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
     node = read.number("SLURM_NODEID", maximum=nodes - 1)
-    local_size = _tasks(read, node)
+    local_size = size if nodes == 1 else _tasks(read, node)
     address, port = read.master()
     return Cluster(
         launcher="slurm",

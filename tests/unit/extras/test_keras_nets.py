@@ -842,6 +842,23 @@ def test_functions_get_the_target_first_and_accuracy_is_keras_s(name):
         assert found[1][log] == pytest.approx(values, abs=1e-5), log
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("metrics", [["mse", "mae"], ["mse", ["mae", "mse"]], ["mae", None]])
+def test_a_list_of_metrics_has_an_entry_for_each_output(metrics, by_name):
+    found = []
+    for by_keras in (True, False):
+        keras.utils.set_random_seed(7)
+        x = keras.Input((8,))
+        outputs = {name: kl.Dense(1, name=name)(x) for name in ("late", "early")}
+        net = keras.Model(x, outputs if by_name else list(outputs.values()))
+        model = net if by_keras else fitkit.Model(net)
+        model.compile("sgd", "mse" if by_name and not by_keras else ["mse"] * 2, metrics=metrics)
+        y = dict.fromkeys(outputs, Y) if by_name else [Y, Y]
+        found.append(model.evaluate(X, y, verbose=0, return_dict=True))
+    expected, values = found
+    assert values == pytest.approx(expected, abs=1e-5)
+
+
 def test_a_function_with_the_prediction_first_is_refused_by_a_keras_net():
     model = fitkit.Model(made("dense"))
     for arguments in (
@@ -852,6 +869,18 @@ def test_a_function_with_the_prediction_first_is_refused_by_a_keras_net():
         with pytest.raises(fitkit.ConfigurationError) as caught:
             model.compile(**arguments)
         assert caught.value.code == "FK016"
+
+
+@pytest.mark.parametrize(
+    ("net", "order"), [(made("dense"), "(y_true, y_pred)"), (torch.nn.Linear(8, 1), "(prediction,")]
+)
+def test_an_unknown_name_says_in_which_order_a_function_gets_its_arguments(net, order):
+    for argument in ("loss", "metrics"):
+        with pytest.raises(fitkit.ConfigurationError) as caught:
+            fitkit.Model(net).compile(**{argument: "meen_squared_error"})
+        assert caught.value.code == "FK028"
+        assert order in str(caught.value)
+        assert "did you mean 'mean_squared_error'" in str(caught.value).lower()
 
 
 def test_torch_s_losses_and_metrics_keep_their_order_and_their_logits():
@@ -978,6 +1007,16 @@ class OwnFunction(OwnLoss):
         return None
 
 
+class OwnTest(OwnLoss):
+    def test_step(self, data):
+        return {}
+
+
+class OwnMetrics(OwnLoss):
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        return {}
+
+
 @pytest.mark.parametrize(("kind", "loss"), [(OwnLoss, None), (OwnMore, "mse")])
 def test_an_own_compute_loss_is_called(kind, loss):
     found = []
@@ -1061,11 +1100,44 @@ def test_what_a_network_can_t_do_is_said_by_compile(word):
     assert caught.value.code == "FK081"
 
 
-def test_an_own_train_step_is_not_passed_over():
-    with pytest.raises(fitkit.ConfigurationError, match="overrides Keras's train_step"):
-        fitkit.Model(OwnStep()).compile("sgd")
-    with pytest.raises(fitkit.ConfigurationError, match="overrides Keras's make_train_function"):
-        fitkit.Model(OwnFunction()).compile("sgd")
+@pytest.mark.parametrize(
+    ("kind", "method", "verbs"),
+    [
+        (OwnStep, "train_step", {"fit", "validated", "train_on_batch"}),
+        (OwnFunction, "make_train_function", {"fit", "validated", "train_on_batch"}),
+        (OwnTest, "test_step", {"evaluate", "validated", "test_on_batch"}),
+        (OwnMetrics, "compute_metrics", {"fit", "validated", "train_on_batch", "evaluate",
+                                         "test_on_batch"}),
+    ],
+)  # fmt: skip
+def test_a_method_of_one_s_own_is_refused_by_the_verbs_that_keras_would_call_it_in(
+    kind, method, verbs
+):
+    net = kind()
+    model = fitkit.Model(net)
+    net.compile("sgd", "mse")
+    model.compile("sgd")
+    calls = {
+        "fit": lambda: model.fit(X, Y, verbose=0),
+        "validated": lambda: model.fit(X, Y, validation_data=(X, Y), verbose=0),
+        "train_on_batch": lambda: model.train_on_batch(X, Y),
+        "evaluate": lambda: model.evaluate(X, Y, verbose=0),
+        "test_on_batch": lambda: model.test_on_batch(X, Y),
+        "predict": lambda: model.predict(X, verbose=0),
+        "predict_on_batch": lambda: model.predict_on_batch(X),
+    }
+    for verb, call in calls.items():
+        if verb in verbs:
+            with pytest.raises(fitkit.ConfigurationError, match=f"overrides Keras's {method}"):
+                call()
+        else:
+            call()
+    if "evaluate" not in verbs:
+        expected = net.evaluate(X, Y, verbose=0)
+        assert model.evaluate(X, Y, verbose=0) == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_loss_beside_an_own_compute_loss_is_refused():
     with pytest.raises(fitkit.ConfigurationError, match="takes that of net.compile"):
         fitkit.Model(OwnLoss()).compile("sgd", "mse")
 
@@ -1074,10 +1146,12 @@ def test_an_own_train_step_is_not_passed_over():
 def test_scales_that_keras_s_optimizer_would_write_are_said():
     net = made("dense")
     net.quantize("float8")
+    net.compile("sgd", "mse")
+    model = compiled(net)
     with pytest.raises(fitkit.ConfigurationError, match="quantized to float8"):
-        compiled(net)
-    with pytest.raises(fitkit.ConfigurationError, match="quantized to float8"):
-        fitkit.Model(net).fit(X, Y, verbose=0)
+        model.fit(X, Y, verbose=0)
+    expected = net.evaluate(X, Y, verbose=0)
+    assert model.evaluate(X, Y, verbose=0)[0] == pytest.approx(expected, abs=1e-6)
 
 
 def test_what_only_training_lacks_is_no_matter_to_predictions():

@@ -268,3 +268,45 @@ def test_what_follows_from_arguments_is_not_set_and_no_name_of_ours_is_listed():
     model.fit(loader(), epochs=1, verbose=0)
     with pytest.raises(AttributeError, match=r"'fit', which has no 'evaluating'.*FK084"):
         module.trainer.state.fn.evaluating  # noqa: B018
+
+
+class Counting(Net):
+    """Asks in each verb how many batches there are, and for callbacks."""
+
+    def on_train_start(self):
+        trainer = self.trainer
+        self.counts = {"fit": (trainer.num_sanity_val_batches, trainer.num_val_batches)}
+        self.callbacks = (
+            trainer.checkpoint_callback, trainer.checkpoint_callbacks,
+            trainer.early_stopping_callback, trainer.early_stopping_callbacks,
+        )  # fmt: skip
+
+    def on_test_start(self):
+        self.counts["test"] = self.trainer.num_test_batches
+
+    def test_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def on_predict_start(self):
+        self.counts["predict"] = self.trainer.num_predict_batches
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])
+
+
+def test_each_verb_says_how_many_batches_it_reads(tmp_path):
+    ours, theirs = Counting(), Counting()
+    model = fitkit.Model(ours)
+    model.compile(devices=1, accelerator="cpu")
+    stopping = fitkit.callbacks.EarlyStopping("loss", patience=9)
+    checkpoint = fitkit.callbacks.ModelCheckpoint(tmp_path / "last.h5")
+    model.fit(loader(), validation_data=loader(16), verbose=0, callbacks=[stopping, checkpoint])
+    model.evaluate(loader(20), verbose=0)
+    model.predict(loader(32), steps=3, verbose=0)
+    trainer = pl.Trainer(max_epochs=1, limit_predict_batches=3, **TRAINER)
+    trainer.fit(theirs, loader(), loader(16))
+    trainer.test(theirs, loader(20), verbose=False)
+    trainer.predict(theirs, loader(32))
+    assert ours.counts == theirs.counts == {"fit": ([0], [2]), "test": [3], "predict": [3]}
+    assert ours.callbacks == (checkpoint, [checkpoint], stopping, [stopping])
+    assert theirs.callbacks == (None, [], None, [])

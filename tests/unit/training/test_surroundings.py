@@ -40,9 +40,10 @@ def fit(model, **options):
     return model.fit(X, Y, batch_size=8, epochs=2, verbose=0, **options).history["loss"]
 
 
+@pytest.mark.parametrize("layout", ["channels_last", torch.channels_last])
 @pytest.mark.parametrize("verb", ["fit", "evaluate", "predict"])
-def test_images_and_weights_are_laid_out_by_channels_for_the_call_only(verb):
-    model = model_of(memory_format="channels_last")
+def test_images_and_weights_are_laid_out_by_channels_for_the_call_only(verb, layout):
+    model = model_of(memory_format=layout)
     data = (X,) if verb == "predict" else (X, Y)
     getattr(model, verb)(*data, batch_size=8, verbose=0)
     assert model.net[0].seen == (True, True)

@@ -36,6 +36,13 @@ def test_older_names_of_slurm_are_read():
     assert detect(older) == detect(SLURM)
 
 
+def test_a_step_on_one_node_needs_no_lists():
+    one_node = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_NNODES": "1"}
+    place = {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}
+    found = detect(one_node | place)
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (1, 2, 1, 2)
+
+
 def test_slurm_s_address_and_port_can_be_given():
     found = detect(SLURM | {"MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "5000"})
     assert (found.master_address, found.master_port) == ("10.0.0.5", 5000)
