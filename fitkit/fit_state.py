@@ -274,6 +274,8 @@ class FitState:
             instead of those for evaluation and saving.
         stored_weights: each optimizer's training weights in a checkpoint made within an epoch.
         unsaved: digests of the buffers that state dicts leave out, before the first training.
+        stored_added: what a module's hooks have added to a loaded checkpoint, until a fit begins.
+            None where the objects of the last fit have it.
     """
 
     optimizers: list[Optimizer] = dataclasses.field(default_factory=list)
@@ -295,6 +297,7 @@ class FitState:
     has_training_weights: bool = False
     stored_weights: list[list[torch.Tensor]] = dataclasses.field(default_factory=list)
     unsaved: dict[str, str] | None = None
+    stored_added: PlainData | None = None
 
     def __getstate__(self) -> PlainData:
         """Return the state of a copy: everything but the run. Its lists are its own."""

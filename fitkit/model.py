@@ -43,6 +43,7 @@ from fitkit.optimizers import with_rate
 from fitkit.pickling import in_main_memory
 from fitkit.progress import Progress
 from fitkit.record import Record, StepContexts
+from fitkit.scopes import undone_on_error
 from fitkit.tensors import values_for_copies
 from fitkit.training.caller import caller_of
 from fitkit.training.compiler import new_compiler
@@ -1241,8 +1242,8 @@ class Model(Module):
                 precision.convert(self)
             check_flag("strict", strict)
             check_flag("skip_mismatch", skip_mismatch)
-            with open_weights(path) as source:
-                found = self._loaded(source, source.beside)
+            with open_weights(path) as source, undone_on_error() as undo:
+                found = self._loaded(source, source.beside, undo)
                 return fitting_weights(
                     found,
                     os.fspath(path),

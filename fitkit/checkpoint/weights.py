@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fitkit.arguments import check_flag, describe, dtype_name
+from fitkit.buffers import extra_states, places_of, restorer
 from fitkit.checkpoint.arrays import Numbering, storable, takes_bytes
 from fitkit.checkpoint.formats import (
     OpenWeights,
@@ -373,6 +374,21 @@ class FittingWeights:
     _held: OrderedDict[str, Any]
     _waiting: Mapping[str, torch.dtype]  # what is still in the file
     _decides: bool  # whether the loading itself says what is missing
+
+    def restorer(self) -> Callable[[], None]:
+        """Return a function that gives the module the values back that it has now.
+
+        Copies wait in main memory.
+        """
+        places = restorer(places_of(self._module).values(), "cpu")
+        extra = extra_states(self._module)
+
+        def restore() -> None:
+            places()
+            for part, state in extra:
+                part.set_extra_state(state)
+
+        return restore
 
     def assign(self) -> LoadedWeights:
         """Give the module its weights, while the file is still open.

@@ -53,6 +53,7 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
         scope.enter_context(state.weights_restored())  # another fit's epoch may have called this
         scope.enter_context(strategy.during_training())
         scope.callback(setattr, state, "run", state.run)
+        state.stored_added = None  # the objects of this fit have it from now on
         run = Fit(model, arguments, scope)
         scope.callback(model.untoggle_optimizer, run.learning.optimizers[0])
         callbacks = with_built_in(
