@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from fitkit.errors import CheckpointError, ConfigurationError, warn_once
 from fitkit.extras.lightning_base import ServedModel
 from fitkit.extras.lightning_hooks import Hooks, defines_hook
 from fitkit.seams.files import OpenWeights, Scope, check_plain
+from fitkit.seams.networks import attributes_restorer
 
 ELSEWHERE = ("optimizer_states", "lr_schedulers", "callbacks", "loops")
 """What Lightning's checkpoints have, and fitkit's keep in a form of their own."""
@@ -185,28 +186,6 @@ def resume_callbacks(model: ServedModel) -> None:
             "A callback that configure_callbacks returned can't resume from the checkpoint "
             f"({type(error).__name__}: {error})."
         ) from error
-
-
-def attributes_restorer(objects: Iterable[Any]) -> Callable[[], None]:
-    """Return a function that gives objects back the attributes that they have now.
-
-    That is also what is in their lists, dicts and sets, such as a module's parts. Numbers in
-    tensors stay as they are then.
-    """
-    kept = [(vars(one), dict(vars(one))) for one in objects]
-    containers = [
-        (value, copy.copy(value))
-        for _, held in kept
-        for value in held.values()
-        if isinstance(value, (list, dict, set))
-    ]
-
-    def restore() -> None:
-        for own, held in [*kept, *containers]:
-            own.clear()
-            (own.extend if isinstance(own, list) else own.update)(held)
-
-    return restore
 
 
 def _known(model: ServedModel, state: Any, *, epoch: int, global_step: int) -> dict[str, Any]:

@@ -34,7 +34,6 @@ from fitkit.extras.lightning_data import (
     validation_data,
 )
 from fitkit.extras.lightning_files import (
-    attributes_restorer,
     loaded_by_hook,
     resume_callbacks,
     saved_by_hook,
@@ -47,7 +46,7 @@ from fitkit.extras.lightning_watcher import EpochEnd, OthersModes, hooks_updates
 from fitkit.modes import set_flags
 from fitkit.seams.callbacks import report_error
 from fitkit.seams.files import OpenWeights, Scope
-from fitkit.seams.networks import OpenedData
+from fitkit.seams.networks import OpenedData, attributes_restorer
 from fitkit.seams.steps import NetAlone, loss_in
 
 STEPS = ("training", "validation", "test", "predict")
