@@ -144,6 +144,7 @@ class Fit:
             if resumed is not None:  # after on_train_begin, which resets callbacks
                 self.history.load_state_dict(resumed.history)
                 give_states(arguments.callback_list.callbacks, resumed.callbacks)
+                state.undo = None
             logs: Values = {n: values[-1] for n, values in self.history.history.items()}
             # A callback may have ended the training in the epoch of the checkpoint.
             has_ended = resumed is not None and not self.progress.steps and self.stopping.agreed()

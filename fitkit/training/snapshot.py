@@ -283,13 +283,19 @@ def _names_in(optimizer: Optimizer, names: dict[int, str]) -> list[list[str]]:
 
 
 def load(
-    model: Module, path: FilePath, agree: Callable[[Progress | None], None] = lambda progress: None
-) -> None:
+    model: Module,
+    path: FilePath,
+    agree: Callable[[Progress | None], bool] = lambda progress: False,
+) -> Scope:
     """Restore weights, optimizers and schedulers. Everything is checked before anything changes.
 
     Args:
         agree: a function called with the training's progress once all else is checked. It raises if
-            the training can't continue there. It gets None if the training hadn't begun.
+            the training can't continue there. It gets None if the training hadn't begun. It returns
+            whether what comes after the load may fail.
+
+    Returns:
+        What undoes the load, of the weights only where `agree` asks for it.
     """
     state = model._fitkit.fit_state
     with files.open_checkpoint(path) as found, undone_on_error() as undo:
@@ -314,7 +320,9 @@ def load(
         begun = None if progress is None else progress.warm_up
         targets = [] if begun is None else begun["targets"]
         restore = checked_training(model, training, name, targets)
-        agree(progress)
+        if agree(progress):
+            undo.callback(weights.restorer())
+            undo.callback(setattr, model, "history", model.history)
         told = differences(model, name, found.state.get("compiled"), training)
         unsaved.note(model)
         _assign(model, weights, restore, name, undo)
@@ -324,10 +332,12 @@ def load(
             state.use_training_weights()
         if told:
             warn(told)
-    state.progress, state.stored_added = progress, copied(found.state.get("added") or {})
-    if progress is not None:
-        model.history = History()
-        model.history.load_state_dict(progress.history)
+        state.progress, state.stored_added = progress, copied(found.state.get("added") or {})
+        if progress is not None:
+            history = History()
+            history.load_state_dict(progress.history)
+            model.history = history
+        return undo.pop_all()
 
 
 def _assign(
