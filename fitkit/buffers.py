@@ -58,6 +58,28 @@ def restorer(places: Iterable[Place], device: str | None = None) -> Callable[[],
     return restore
 
 
+def attributes_restorer(objects: Iterable[Any]) -> Callable[[], None]:
+    """Return a function that gives objects back the attributes that they have now.
+
+    That is also what is in their lists, dicts and sets, such as a module's parts. Numbers in
+    tensors stay as they are then.
+    """
+    kept = [(vars(one), dict(vars(one))) for one in objects]
+    containers = [
+        (value, copy.copy(value))
+        for _, held in kept
+        for value in held.values()
+        if isinstance(value, (list, dict, set))
+    ]
+
+    def restore() -> None:
+        for own, held in [*kept, *containers]:
+            own.clear()
+            (own.extend if isinstance(own, list) else own.update)(held)
+
+    return restore
+
+
 def part_at(module: nn.Module, path: str) -> nn.Module:
     """Return the submodule at a path, past attributes: `model.net` may be another library's
     network.

@@ -32,6 +32,7 @@ from fitkit.optimizers import (
 )
 from fitkit.progress import Progress
 from fitkit.schedulers import PlannedScheduler, check_step, check_watched, own_interval
+from fitkit.scopes import Scope
 from fitkit.trained import Trained
 from fitkit.typing import PlainData, Values
 
@@ -274,6 +275,9 @@ class FitState:
             instead of those for evaluation and saving.
         stored_weights: each optimizer's training weights in a checkpoint made within an epoch.
         unsaved: digests of the buffers that state dicts leave out, before the first training.
+        stored_added: what a module's hooks have added to a loaded checkpoint, until a fit begins.
+            None where the objects of the last fit have it.
+        undo: undoes the load of the checkpoint that a fit resumes from, until the training goes on.
     """
 
     optimizers: list[Optimizer] = dataclasses.field(default_factory=list)
@@ -295,11 +299,13 @@ class FitState:
     has_training_weights: bool = False
     stored_weights: list[list[torch.Tensor]] = dataclasses.field(default_factory=list)
     unsaved: dict[str, str] | None = None
+    stored_added: PlainData | None = None
+    undo: Scope | None = None
 
     def __getstate__(self) -> PlainData:
         """Return the state of a copy: everything but the run. Its lists are its own."""
         lists = {name: list(value) for name, value in vars(self).items() if type(value) is list}
-        return {**vars(self), **lists, "run": None, "grad_norms": None, "guard": None}
+        return {**vars(self), **lists, **dict.fromkeys(("run", "grad_norms", "guard", "undo"))}
 
     def optimizers_for(
         self,

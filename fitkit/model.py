@@ -44,13 +44,14 @@ from fitkit.optimizers import with_rate
 from fitkit.pickling import in_main_memory
 from fitkit.progress import Progress
 from fitkit.record import Record, StepContexts
+from fitkit.scopes import Scope, undone_on_error
 from fitkit.tensors import values_for_copies
 from fitkit.training.caller import caller_of
 from fitkit.training.compiler import new_compiler
 from fitkit.training.evaluate import run_evaluate, run_predict
 from fitkit.training.fit import run_fit
 from fitkit.training.on_batch import KeptSteps, evaluate_batch, fit_batch, predict_batch
-from fitkit.training.resume import check_data, checkpoint_to_resume
+from fitkit.training.resume import check_data, checkpoint_to_resume, may_refuse, undone_until_begun
 from fitkit.training.settings import EvaluateArguments, FitArguments
 from fitkit.training.snapshot import load, restored_model, save, save_weights
 from fitkit.training.surroundings import check_outside_of_loop, computing
@@ -562,9 +563,10 @@ class Model(Module):
             path = checkpoint_to_resume(resume_from, arguments.callback_list.callbacks)
             if path is None:
                 arguments = _prepared(self, "fit", arguments)
-            else:
-                arguments = _resumed(self, arguments, path)
-            return self._launcher().launch("fit", run_fit, self, arguments)
+                return self._launcher().launch("fit", run_fit, self, arguments)
+            arguments, undo = _resumed(self, arguments, path)
+            with undone_until_begun(self, undo):
+                return self._launcher().launch("fit", run_fit, self, arguments)
 
     @overload
     def evaluate(
@@ -1243,8 +1245,8 @@ class Model(Module):
                 precision.convert(self)
             check_flag("strict", strict)
             check_flag("skip_mismatch", skip_mismatch)
-            with open_weights(path) as source:
-                found = self._loaded(source, source.beside)
+            with open_weights(path) as source, undone_on_error() as undo:
+                found = self._loaded(source, source.beside, undo)
                 return fitting_weights(
                     found,
                     os.fspath(path),
@@ -1359,24 +1361,33 @@ def _with_sources(model: Model, verb: str, arguments: Arguments) -> Arguments:
     )
 
 
-def _resumed(model: Model, arguments: FitArguments, path: FilePath) -> FitArguments:
-    """Load a checkpoint. Returns the arguments that continue where the saved run stopped."""
+def _resumed(
+    model: Model, arguments: FitArguments, path: FilePath
+) -> tuple[FitArguments, Scope | None]:
+    """Load a checkpoint. Returns the arguments that continue where the saved run stopped, and what
+    undoes the load, if something may yet refuse to continue.
+    """
     # A net has the weights for those of the file only once it is built.
     _build(model, "fit", lambda: first_inputs(_with_sources(model, "fit", arguments).source))
     for callback in arguments.callback_list.callbacks:
         callback.prepare_optimizers(model)
 
-    def agree(progress: Progress | None) -> None:
+    may_fail = False
+
+    def agree(progress: Progress | None) -> bool:
         """Refuse other data, once the file is checked and before anything changes."""
-        nonlocal arguments
+        nonlocal arguments, may_fail
         if progress is not None:
             arguments = arguments.resumed_at(progress)
         arguments = _prepared(model, "fit", arguments)
         if progress is not None:
             check_data(arguments.source, progress)
+            has_engine = model._fitkit.compilation.strategy.has_engine  # divides the weights
+            may_fail = not has_engine and may_refuse(arguments.callback_list.callbacks, progress)
+        return may_fail
 
-    load(model, path, agree)
-    return arguments
+    undo = load(model, path, agree)
+    return arguments, undo if may_fail else None
 
 
 def _as_asked(values: dict[str, Any], return_dict: bool) -> Any:

@@ -19,6 +19,7 @@ from fitkit import trees
 from fitkit.accelerators import widest_dtype
 from fitkit.arguments import check_choice, check_count, check_flag, check_number, describe
 from fitkit.checkpoint.formats import OpenWeights
+from fitkit.checkpoint.weights import FittingWeights
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.fit_state import Run
 from fitkit.foreign_names import no_attribute
@@ -28,8 +29,10 @@ from fitkit.losses import checked_count
 from fitkit.modes import modes_restored, set_mode
 from fitkit.optimizers import held_by
 from fitkit.printing import say
+from fitkit.progress import Progress
 from fitkit.record import LogOptions as LogOptions
 from fitkit.record import Record
+from fitkit.scopes import Scope
 from fitkit.typing import PlainData
 
 REDUCTIONS = ("mean", "sum", "min", "max")
@@ -537,11 +540,27 @@ class Module(nn.Module):
 
     def _saved(self, weights: PlainData) -> tuple[PlainData, PlainData]:
         """Return the weights that a checkpoint gets, and what a module's own hooks add to it."""
-        return weights, {}
+        return weights, self._fitkit.fit_state.stored_added or {}
 
-    def _loaded(self, weights: OpenWeights, beside: Callable[[], PlainData]) -> OpenWeights:
-        """Return a checkpoint's weights as they are loaded; `beside` returns all else in it."""
+    def _loaded(
+        self, weights: OpenWeights, beside: Callable[[], PlainData], undo: Scope
+    ) -> OpenWeights:
+        """Return a checkpoint's weights as they are loaded.
+
+        Args:
+            beside: returns all else in it.
+            undo: gets what undoes the changes of a module's own hooks.
+        """
         return weights
+
+    def _weights_fit(self, weights: FittingWeights, progress: Progress | None, undo: Scope) -> None:
+        """Give a checkpoint's state to what needs it before the optimizers are made.
+
+        Args:
+            weights: the file's, which fit.
+            progress: the saved training's; None if it hadn't begun.
+            undo: as for `_loaded`.
+        """
 
     @property
     def _loads_strictly(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 
 class Scope(contextlib.ExitStack):
@@ -19,3 +20,14 @@ class Scope(contextlib.ExitStack):
         begins
         ends
     """
+
+
+@contextlib.contextmanager
+def undone_on_error() -> Iterator[Scope]:
+    """Yield a scope, whose callbacks are called after an error only.
+
+    Each undoes what comes after it, so that after the last one all is as it was.
+    """
+    with Scope() as undo:
+        yield undo
+        undo.pop_all()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fitkit.arguments import check_flag, describe, dtype_name
+from fitkit.buffers import attributes_restorer, extra_states, places_of, restorer
 from fitkit.checkpoint.arrays import Numbering, storable, takes_bytes
 from fitkit.checkpoint.formats import (
     OpenWeights,
@@ -32,6 +33,7 @@ from fitkit.checkpoint.uncompiled import plain_name, uncompiled
 from fitkit.distributed.meta_tensors import fill_meta
 from fitkit.errors import ArgumentTypeError, CheckpointError, ConfigurationError, warn
 from fitkit.guests import Guest
+from fitkit.scopes import undone_on_error
 
 # More names than this are counted, not listed: a large net's wouldn't fit on a screen.
 _LISTED = 20
@@ -374,16 +376,34 @@ class FittingWeights:
     _waiting: Mapping[str, torch.dtype]  # what is still in the file
     _decides: bool  # whether the loading itself says what is missing
 
+    def restorer(self) -> Callable[[], None]:
+        """Return a function that gives the module back what it has now. Copies of its values wait
+        in main memory.
+        """
+        attributes = attributes_restorer(self._module.modules())
+        values = restorer(places_of(self._module).values(), "cpu")
+        extra = extra_states(self._module)
+
+        def restore() -> None:
+            attributes()
+            values()
+            for part, state in extra:
+                part.set_extra_state(state)
+
+        return restore
+
     def assign(self) -> LoadedWeights:
         """Give the module its weights, while the file is still open.
 
         Raises:
-            CheckpointError: the file can't be read any more, or the module's own
-                `load_state_dict` failed.
+            CheckpointError: the file can't be read any more, or the module's own loading failed;
+                then the module is as it was.
             ConfigurationError: the module is on the meta device, and a part of it gets no weights
                 and can't draw any; nothing is changed.
         """
-        with uncompiled(self._module) as module:
+        with uncompiled(self._module) as module, undone_on_error() as undo:
+            if _runs_own_code(module):
+                undo.callback(self.restorer())
             self._assign_to(module)
         return self.outcome
 
@@ -530,9 +550,27 @@ def _assign(
     except Exception as error:
         raise CheckpointError(
             f"{path} fits {module._get_name()} by names and shapes, but the module's own "
-            f"loading failed ({type(error).__name__}: {error}). Some of its weights may have been "
-            "replaced: build it again before you continue."
+            f"loading failed ({type(error).__name__}: {error}). Nothing was loaded."
         ) from error
+
+
+def _runs_own_code(module: nn.Module) -> bool:
+    """Whether a module, or a part of it, brings code that may refuse what it is to load."""
+    if not _copies(module.load_state_dict, nn.Module.load_state_dict):
+        return True
+    return any(
+        part._load_state_dict_pre_hooks
+        or part._load_state_dict_post_hooks
+        or not _copies(part._load_from_state_dict, *_COPYING)
+        or type(part).set_extra_state is not nn.Module.set_extra_state
+        for part in module.modules()
+    )
+
+
+def _copies(method: Any, *known: Any) -> bool:
+    """Whether a method of a module's only copies, as torch's own do."""
+    loading = getattr(method, "__func__", None)
+    return loading in known or hasattr(loading, "copies_as_torch")
 
 
 # The code that only copies; batch norm's adds a counter that older files lack.
@@ -545,8 +583,7 @@ def plain_targets(module: nn.Module) -> dict[str, torch.Tensor]:
     Three kinds are left out: those at or below a submodule with its own loading code or hooks,
     tensors of other classes than torch's, and those that share memory with another tensor.
     """
-    loading = getattr(module.load_state_dict, "__func__", None)
-    if loading is not nn.Module.load_state_dict and not hasattr(loading, "copies_as_torch"):
+    if not _copies(module.load_state_dict, nn.Module.load_state_dict):
         return {}
     found = {name: tensor for name, tensor in _copied(module, "") if _is_plain(tensor)}
     # Of one memory's numbers, one writer: several at once would mix them.

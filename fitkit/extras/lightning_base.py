@@ -58,6 +58,7 @@ class ServedModel(Model):
         stops_early: whether a hook before the training has ended it.
         updates_before: within `optimizer_step`, the updates before it; else None.
         resumed: what the fit that begins resumes from, for the callbacks that the module brings.
+        has_resumed: whether they have it in this process.
     """
 
     hooks: Hooks
@@ -68,6 +69,7 @@ class ServedModel(Model):
     loader: int | None
     updates_before: int | None = None
     resumed: dict[str, Any] | None = None
+    has_resumed: bool = False
     left_flags: list[tuple[torch.nn.Module, bool]]
     evaluated: set[torch.nn.Module]
     lent: set[torch.nn.Module]

@@ -86,8 +86,6 @@ class DataModule:
             validates: whether `fit` validates on the data module's loaders.
         """
         module = self.module
-        if getattr(arguments, "resumed", None) is not None:
-            self.follower.restore(arguments.resumed.callbacks)
         held_out = None
         if self.verb != "fit":
             with torch.no_grad():
@@ -125,6 +123,8 @@ def opened(model: Module, verb: str, arguments: Any) -> OpenedData | None:
     data = DataModule(model, arguments.x, verb)
     data.prepare()
     data.set_up()
+    if getattr(arguments, "resumed", None) is not None:
+        data.follower.restore(arguments.resumed.callbacks)
     return data.opened(arguments)
 
 

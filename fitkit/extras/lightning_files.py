@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 from fitkit.errors import CheckpointError, ConfigurationError, warn_once
 from fitkit.extras.lightning_base import ServedModel
 from fitkit.extras.lightning_hooks import Hooks, defines_hook
-from fitkit.seams.files import OpenWeights, check_plain
+from fitkit.seams.files import OpenWeights, Scope, check_plain
+from fitkit.seams.networks import attributes_restorer
 
 ELSEWHERE = ("optimizer_states", "lr_schedulers", "callbacks", "loops")
 """What Lightning's checkpoints have, and fitkit's keep in a form of their own."""
@@ -66,22 +67,29 @@ class HookCheckpoint(dict[str, Any]):
 def saved_by_hook(model: ServedModel, weights: Any) -> tuple[Any, dict[str, Any]]:
     """Return the weights that `on_save_checkpoint` leaves for a checkpoint, and what it adds.
 
-    The states of callbacks that the module brings are there, too.
+    What callbacks that the module brings have for files is there, too. Without a fit since a load,
+    it is what the file had: those of the saved training aren't here.
 
     Args:
         weights: the module's.
     """
-    hooks = model.hooks
-    states = {one.state_key: state for one in _with_states(hooks) if (state := one.state_dict())}
-    own = {"callbacks": states} if states and _is_plain(states, "a callback's state_dict") else {}
+    hooks, stored = model.hooks, model._fitkit.fit_state.stored_added
+    if stored is None:
+        states = {one.state_key: own for one in _with_states(hooks) if (own := one.state_dict())}
+        is_kept = bool(states) and _is_plain(states, "a callback's state_dict")
+        own, call = {"callbacks": states} if is_kept else {}, hooks.call
+    else:
+        own = {name: value for name, value in stored.items() if name != LEFT_OUT}
+        call = hooks.call_own
     if not hooks.has("on_save_checkpoint"):
         return weights, own
     hook = f"{hooks.kind.__name__}.on_save_checkpoint"
     state = weights.copy()
     known = _known(model, state, epoch=model.current_epoch, global_step=model.global_step)
-    checkpoint = HookCheckpoint({**known, **own})
+    theirs = {name: one for name, one in own.items() if name == "callbacks"}
+    checkpoint = HookCheckpoint({**known, **theirs})
     given = set(checkpoint)
-    hooks.call("on_save_checkpoint", checkpoint)
+    call("on_save_checkpoint", checkpoint)
     kept: OrderedDict[str, Any] = OrderedDict(checkpoint.checked_state(hook, given))
     kept._metadata = getattr(weights, "_metadata", {})  # type: ignore[attr-defined]
     added = {name: value for name, value in checkpoint.items() if name not in given}
@@ -106,13 +114,16 @@ def _with_states(hooks: Hooks) -> list[Any]:
     return [one for one in hooks.beside if defines_hook(one, "state_dict") and id(one) not in parts]
 
 
-def loaded_by_hook(model: ServedModel, weights: OpenWeights, beside: Any) -> OpenWeights:
+def loaded_by_hook(
+    model: ServedModel, weights: OpenWeights, beside: Any, undo: Scope
+) -> OpenWeights:
     """Return the weights that `on_load_checkpoint` leaves of an open checkpoint.
 
     A file of weights alone has nothing for the hook, which isn't called.
 
     Args:
         beside: returns all else in the file.
+        undo: gets what undoes what the hook does.
     """
     hooks = model.hooks
     rest = beside() if hooks.beside or hooks.has("on_load_checkpoint") else {}
@@ -132,6 +143,8 @@ def loaded_by_hook(model: ServedModel, weights: OpenWeights, beside: Any) -> Ope
         }
     checkpoint = HookCheckpoint({**rest, "state_dict": content})
     given, parameters = set(checkpoint), [id(one) for one in model.parameters()]
+    undo.callback(model._fitkit.fit_state.restorer())
+    undo.callback(attributes_restorer(hooks.module.modules()))
     try:
         hooks.call_own("on_load_checkpoint", checkpoint)
     except KeyError as error:
@@ -158,10 +171,8 @@ def resume_callbacks(model: ServedModel) -> None:
     Raises:
         CheckpointError: a callback can't take it.
     """
-    others, model.resumed = model.resumed, None
-    if others is None:
-        return
-    hooks = model.hooks
+    hooks, others = model.hooks, model.resumed
+    assert others is not None
     checkpoint = HookCheckpoint({**others, "state_dict": model.net.state_dict()})
     states = others.get("callbacks", {})
     try:

@@ -33,7 +33,11 @@ from fitkit.extras.lightning_data import (
     training_data,
     validation_data,
 )
-from fitkit.extras.lightning_files import loaded_by_hook, resume_callbacks, saved_by_hook
+from fitkit.extras.lightning_files import (
+    loaded_by_hook,
+    resume_callbacks,
+    saved_by_hook,
+)
 from fitkit.extras.lightning_hooks import PACKAGES, Hooks, defines
 from fitkit.extras.lightning_services import attach
 from fitkit.extras.lightning_trainer import Trainer, Word
@@ -41,8 +45,8 @@ from fitkit.extras.lightning_updates import HookedScheduler, Idle, OfAll
 from fitkit.extras.lightning_watcher import EpochEnd, OthersModes, hooks_updates, watcher_for
 from fitkit.modes import set_flags
 from fitkit.seams.callbacks import report_error
-from fitkit.seams.files import OpenWeights
-from fitkit.seams.networks import OpenedData
+from fitkit.seams.files import OpenWeights, Scope
+from fitkit.seams.networks import OpenedData, attributes_restorer
 from fitkit.seams.steps import NetAlone, loss_in
 
 STEPS = ("training", "validation", "test", "predict")
@@ -63,7 +67,7 @@ ZERO_GRAD = ("on_validation_model_zero_grad", "optimizer_zero_grad")
 
 SET_UP = (
     "data", "evaluated_flags", "left_flags", "evaluated", "lent", "hooks", "trainer",
-    "hooked_updates", "loader", "_run",
+    "hooked_updates", "loader", "has_resumed", "_run",
     "configure_optimizers", "transfer_batch_to_device", "validation_epoch_end", "test_epoch_end",
     *(f"{stage}_step" for stage in STEPS),
 )  # fmt: skip
@@ -104,6 +108,7 @@ class LightningModel(ServedModel):
         hooks = Hooks(module)
         own.update(hooks=hooks, trainer=Trainer(self), hooked_updates=None, loader=None)
         own.update(data=None, evaluated_flags=[], left_flags=[], evaluated=set(), lent=set())
+        own.update(has_resumed=False)
         own["_run"] = lambda: None
         attach(module, self.trainer)
         self._bind()
@@ -245,8 +250,9 @@ class LightningModel(ServedModel):
         outer, outer_data, state = dict(self.call), self.data, self.trainer.state
         before = state.fn, state.stage, state.status
         hooks, is_nested = self.hooks, self._fitkit.fit_state.run is not None
+        brought, outer_run = hooks.beside, vars(self)["_run"]
         attach(self.net, self.trainer)
-        vars(self).update(left_flags=[], lent=set())
+        vars(self).update(left_flags=[], lent=set(), has_resumed=False)
         self.resumed = None  # whatever became of the last fit
         if stage == "fit" and not is_nested:
             self.stop_training = False
@@ -276,6 +282,9 @@ class LightningModel(ServedModel):
                 report_error(error, told)
             raise
         finally:
+            vars(self)["_run"] = outer_run  # an error's traceback may keep the one of this verb
+            if is_nested or stage != "fit":  # those of the fit go into files
+                hooks.bring(brought)
             if is_nested:
                 self.data = outer_data
                 self._note(outer)
@@ -511,8 +520,26 @@ class LightningModel(ServedModel):
     def _saved(self, weights: Any) -> tuple[Any, dict[str, Any]]:
         return saved_by_hook(self, weights)
 
-    def _loaded(self, weights: OpenWeights, beside: Any) -> OpenWeights:
-        return loaded_by_hook(self, weights, beside)
+    def _loaded(self, weights: OpenWeights, beside: Any, undo: Scope) -> OpenWeights:
+        return loaded_by_hook(self, weights, beside, undo)
+
+    def _weights_fit(self, weights: Any, progress: Any, undo: Scope) -> None:
+        """Resume the data module and the brought callbacks, in Lightning's order: behind the
+        weights, and before the optimizers are made.
+        """
+        if not self.trainer.is_running("fit") or self.run is not None:
+            return
+        data = None if self.data is None or progress is None else self.data
+        if self.resumed is not None:
+            undo.callback(weights.restorer())
+            undo.callback(attributes_restorer(self.hooks.beside))
+            weights.assign()
+        if data is not None:
+            undo.callback(attributes_restorer([data.module]))
+            data.follower.restore(progress.callbacks)
+        if self.resumed is not None:
+            resume_callbacks(self)
+            vars(self)["has_resumed"] = True
 
     @property
     def _loads_strictly(self) -> bool:
@@ -523,7 +550,9 @@ class LightningModel(ServedModel):
     def _fit_begins(self, run: Any) -> None:
         vars(self)["_run"] = weakref.ref(run)
         attach(self.net, self.trainer)
-        resume_callbacks(self)
+        if self.resumed is not None and not self.has_resumed:  # on another rank
+            resume_callbacks(self)
+        self.resumed = None
         self._made_optimizers()  # with the schedulers, which may decide about compiling
         vars(self)["stops_early"] = bool(self.stop_training)
         compiler = self._fitkit.compiler

@@ -273,12 +273,17 @@ class EpochEnd(Callback):
         self.model.trainer.resumed = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values that hooks and schedulers find when the training goes on."""
+        """Return the values that hooks and schedulers find when the training goes on.
+
+        Ranks:
+            Collective: each has its own of the last step.
+        """
         trainer = self.model.trainer
+        latest = {name: value.cpu() for name, value in trainer.callback_metrics.items()}
         return {
             "began": tensors_in(trainer.began),
             "values": tensors_in(trainer.values),
-            "latest": trainer.callback_metrics,
+            "latest": from_all_ranks(self.model, latest),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -286,7 +291,19 @@ class EpochEnd(Callback):
         trainer = self.model.trainer
         trainer.began = dict(state.get("began", {}))
         trainer.values.update(state.get("values", {}))
-        trainer.resumed = dict(state.get("latest", {}))
+        latest = state.get("latest", {})
+        found = [latest] if isinstance(latest, dict) else latest  # earlier, rank 0's
+        ranks = self.model._fitkit.compilation.strategy.collectives
+        is_known = len(found) == ranks.world_size
+        trainer.resumed = dict(found[ranks.rank]) if is_known else means_of(found)
+
+
+def means_of(values: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the means of several ranks' values, by name."""
+    names = {name: None for one in values for name in one}
+    return {
+        name: torch.stack([one[name] for one in values if name in one]).mean(0) for name in names
+    }
 
 
 class OthersModes(Callback):

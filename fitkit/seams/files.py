@@ -61,6 +61,7 @@ from fitkit.checkpoint.own_loading import Rehearsal
 from fitkit.checkpoint.remote import is_url, parent, refuse_url
 from fitkit.checkpoint.uncompiled import plain_name
 from fitkit.checkpoint.weights import save_weights
+from fitkit.scopes import Scope
 
 __all__ = [
     "FORMATS",
@@ -71,6 +72,7 @@ __all__ = [
     "InMemory",
     "OpenWeights",
     "Rehearsal",
+    "Scope",
     "StoredFile",
     "WeightFormat",
     "WeightSource",

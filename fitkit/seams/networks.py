@@ -30,6 +30,7 @@ Example:
     1.0
 """
 
+from fitkit.buffers import attributes_restorer
 from fitkit.guests import DATA, GUESTS, MODELS, Guest, OpenedData, as_ours, guest_of
 from fitkit.hooks import has_own_steps, overridden
 from fitkit.module import Module
@@ -45,6 +46,7 @@ __all__ = [
     "OpenedData",
     "Together",
     "as_ours",
+    "attributes_restorer",
     "guest_of",
     "has_own_steps",
     "overridden",

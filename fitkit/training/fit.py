@@ -55,6 +55,7 @@ def run_fit(model: Module, arguments: FitArguments) -> History:
         scope.enter_context(state.weights_restored())  # another fit's epoch may have called this
         scope.enter_context(strategy.during_training())
         scope.callback(setattr, state, "run", state.run)
+        state.stored_added = None  # the objects of this fit have it from now on
         run = Fit(model, arguments, scope)
         scope.callback(model.untoggle_optimizer, run.learning.optimizers[0])
         callbacks = with_built_in(
@@ -145,6 +146,7 @@ class Fit:
             if resumed is not None:  # after on_train_begin, which resets callbacks
                 self.history.load_state_dict(resumed.history)
                 give_states(arguments.callback_list.callbacks, resumed.callbacks)
+                state.undo = None
             logs: Values = {n: values[-1] for n, values in self.history.history.items()}
             # A callback may have ended the training in the epoch of the checkpoint.
             has_ended = resumed is not None and not self.progress.steps and self.stopping.agreed()

@@ -211,8 +211,8 @@ class Logged:
             step, epoch = options.names(name)
             if held[0]["metric"] is not None:
                 entry = self.entries.get(name)
-                if options.on_step and held[0]["latest"] is not None:
-                    found[step] = held[0]["latest"]
+                if options.on_step and first[-1]["latest"] is not None:
+                    found[step] = first[-1]["latest"]  # not that before an interruption
                 if entry is not None and options.on_epoch:
                     found[epoch] = _number(
                         merged_metric_value(entry.metric, [state["metric"] for state in held])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from fitkit.arguments import describe
@@ -11,7 +12,9 @@ from fitkit.checkpoint.disk import written_at
 from fitkit.data.arrays import fingerprints
 from fitkit.data.batches import Source
 from fitkit.errors import CheckpointError, ConfigurationError, warn
+from fitkit.module import Module
 from fitkit.progress import Progress
+from fitkit.scopes import Scope
 from fitkit.typing import FilePath, PlainData
 
 KINDS: dict[type, tuple[type, ...]] = {
@@ -86,12 +89,44 @@ def states_of(callbacks: list[Callback]) -> list[PlainData]:
 
 def give_states(callbacks: list[Callback], states: list[PlainData]) -> None:
     """Give callbacks the states that `states_of` returned for callbacks of their kind."""
-    left = list(states)
+    for callback, state in _matched(callbacks, states):
+        _give_state(callback, state)
+
+
+def may_refuse(callbacks: list[Callback], progress: Progress) -> bool:
+    """Whether code of others may refuse a state, when the data and callbacks get theirs."""
+    return progress.loader is not None or any(
+        not type(callback).__module__.startswith("fitkit.")
+        and type(callback).load_state_dict is not Callback.load_state_dict
+        for callback, _ in _matched(callbacks, progress.callbacks)
+    )
+
+
+@contextlib.contextmanager
+def undone_until_begun(model: Module, undo: Scope | None) -> Iterator[None]:
+    """Undo a load after an error, unless the training has gone on before it."""
+    state = model._fitkit.fit_state
+    state.undo = undo
+    try:
+        yield
+    except BaseException:
+        if state.undo is not None:
+            state.undo.close()
+        raise
+    finally:
+        state.undo = None
+
+
+def _matched(
+    callbacks: list[Callback], states: list[PlainData]
+) -> list[tuple[Callback, PlainData]]:
+    left, found = list(states), []
     for callback in callbacks:
         stored = next((state for state in left if _kind(callback).items() <= state.items()), None)
         if stored is not None:
             left.remove(stored)
-            _give_state(callback, stored["state"])
+            found.append((callback, stored["state"]))
+    return found
 
 
 def _give_state(callback: Callback, state: PlainData) -> None:

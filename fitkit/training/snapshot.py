@@ -24,6 +24,8 @@ from fitkit.module import Module
 from fitkit.optimizer_copies import with_inner
 from fitkit.optimizers import OPTIMIZERS, class_of, held_by, instances_in, load_state, put_rate
 from fitkit.progress import Progress
+from fitkit.schedulers import PlannedScheduler
+from fitkit.scopes import Scope, undone_on_error
 from fitkit.training import unsaved
 from fitkit.training.check_state import (
     check_progress,
@@ -191,6 +193,8 @@ def training_state(
     """
     state = model._fitkit.fit_state
     names = _names_of(model)
+    # Without a fit since a load, those of the file.
+    weights = train_weights or state.stored_weights or [[] for _ in state.optimizers]
     return {
         "optimizers": [
             {
@@ -199,9 +203,9 @@ def training_state(
                 "options": plain_options(optimizer),
                 "state": optimizer.state_dict(),
                 "inner": [inner.state_dict() for inner in _inner(optimizer)],
-                "weights": [] if train_weights is None else train_weights[index],
+                "weights": its_weights,
             }
-            for index, optimizer in enumerate(state.optimizers)
+            for optimizer, its_weights in zip(state.optimizers, weights, strict=True)
         ],
         "schedulers": [
             {
@@ -279,15 +283,23 @@ def _names_in(optimizer: Optimizer, names: dict[int, str]) -> list[list[str]]:
 
 
 def load(
-    model: Module, path: FilePath, agree: Callable[[Progress | None], None] = lambda progress: None
-) -> None:
+    model: Module,
+    path: FilePath,
+    agree: Callable[[Progress | None], bool] = lambda progress: False,
+) -> Scope:
     """Restore weights, optimizers and schedulers. Everything is checked before anything changes.
 
     Args:
         agree: a function called with the training's progress once all else is checked. It raises if
-            the training can't continue there. It gets None if the training hadn't begun.
+            the training can't continue there. It gets None if the training hadn't begun. It returns
+            whether what comes after the load may fail.
+
+    Returns:
+        What undoes the load, of the weights only where `agree` asks for it.
     """
-    with files.open_checkpoint(path) as found:
+    state = model._fitkit.fit_state
+    with files.open_checkpoint(path) as found, undone_on_error() as undo:
+        undo.callback(state.restorer())
         name = os.fspath(path)
         training, stored = found.state.get("training"), found.state.get("progress")
         if not isinstance(training, dict) or not isinstance(stored, (dict, type(None))):
@@ -298,74 +310,78 @@ def load(
         if progress is not None:
             check_progress(progress, training, name)
         weights = files.fitting_weights(
-            model._loaded(found.weights, lambda: found.state),
+            model._loaded(found.weights, lambda: found.state, undo),
             name,
             model._weights_module(),
             strict=model._loads_strictly,
             same_base=True,
         )
+        model._weights_fit(weights, progress, undo)
         begun = None if progress is None else progress.warm_up
         targets = [] if begun is None else begun["targets"]
         restore = checked_training(model, training, name, targets)
-        agree(progress)
+        if agree(progress):
+            undo.callback(weights.restorer())
+            undo.callback(setattr, model, "history", model.history)
         told = differences(model, name, found.state.get("compiled"), training)
         unsaved.note(model)
-        _assign(model, weights, restore, name)
+        _assign(model, weights, restore, name, undo)
         unsaved.restore(model, training)
         model._fitkit.kept_steps.drop()
-        if model._fitkit.fit_state.has_training_weights:  # loaded within an epoch
-            model._fitkit.fit_state.use_training_weights()
+        if state.has_training_weights:  # loaded within an epoch
+            state.use_training_weights()
         if told:
             warn(told)
-    model._fitkit.fit_state.progress = progress
-    if progress is not None:
-        model.history = History()
-        model.history.load_state_dict(progress.history)
+        state.progress, state.stored_added = progress, copied(found.state.get("added") or {})
+        if progress is not None:
+            history = History()
+            history.load_state_dict(progress.history)
+            model.history = history
+        return undo.pop_all()
 
 
 def _assign(
-    model: Module, weights: files.FittingWeights, restore: Callable[[], None], path: str
+    model: Module,
+    weights: files.FittingWeights,
+    restore: Callable[[], None],
+    path: str,
+    undo: Scope,
 ) -> None:
     """Give the model its weights and all else. The latter comes first, because it may not fit.
 
+    Args:
+        undo: gets what undoes it.
+
     Raises:
-        CheckpointError: an optimizer or a scheduler doesn't take its state. The model is as it
-            was.
+        CheckpointError: an optimizer or a scheduler doesn't take its state.
     """
-    state, tensors_before = model._fitkit.fit_state, _dtypes_and_devices(model)
-    restore_objects = state.restorer()
-    plans = [(p, copy.deepcopy(p.state()), p.passed) for p in state.schedulers]
+    tensors_before = _dtypes_and_devices(model)
+    for plan in model._fitkit.fit_state.schedulers:
+        undo.callback(_put_back, plan, copy.deepcopy(plan.state()), plan.passed)
     trained = model._fitkit.compilation.trained(model)
-    restore_beside = restorer(trained.places_beside().values())
-
-    def undo() -> None:
-        restore_beside()
-        for plan, its_state, passed in plans:
-            if plan.keeps_state:
-                plan.scheduler.load_state_dict(its_state)
-            plan.passed = passed
-        restore_objects()
-
+    undo.callback(restorer(trained.places_beside().values()))
     try:
         restore()
         # The next run would do so too late: float32 can't hold the digits of float64.
         model._fitkit.compilation.strategy.precision.convert(model)
+    except FitkitError:
+        raise
     except Exception as error:
-        undo()
-        if isinstance(error, FitkitError):
-            raise
         raise CheckpointError(
             f"{path} has a state that an optimizer or a scheduler can't take "
             f"({type(error).__name__}: {error}). Nothing was loaded; use another file, or "
             "load_weights."
         ) from error
-    try:
-        weights.assign()
-        if _dtypes_and_devices(model) != tensors_before:
-            restore()  # optimizers keep their state in the dtype and on the device of parameters
-    except BaseException:  # a module's own loading code may raise anything
-        undo()
-        raise
+    weights.assign()
+    if _dtypes_and_devices(model) != tensors_before:
+        restore()  # optimizers keep their state in the dtype and on the device of parameters
+
+
+def _put_back(plan: PlannedScheduler, its_state: PlainData, passed: int) -> None:
+    """Give a scheduler back what it had."""
+    if plan.keeps_state:
+        plan.scheduler.load_state_dict(its_state)
+    plan.passed = passed
 
 
 def _dtypes_and_devices(model: Module) -> list[tuple[torch.dtype, torch.device]]:
@@ -400,26 +416,21 @@ def checked_training(
             _restore_counters(state, training)
 
         return begin_anew
-    undo = state.restorer()
-    try:
-        optimizers = model._made_optimizers()
-        classes = [type(optimizer).__name__ for optimizer in optimizers]
-        wanted = [entry["class"] for entry in stored]
-        if classes != wanted:
-            raise CheckpointError(
-                f"{path} was made with {', '.join(wanted)}, but the model is compiled with "
-                f"{', '.join(classes)}. Compile it as it was, or use load_weights."
-            )
-        for optimizer, entry in zip(optimizers, stored, strict=True):
-            files.check_optimizer_state(optimizer, entry["state"])
-            for inner, its_state in zip(_inner(optimizer), entry.get("inner", []), strict=False):
-                files.check_optimizer_state(inner, its_state)
-            _check_order(model, optimizer, entry, path)
-            _check_own_weights(optimizer, entry, path)
-        _check_schedulers(model, training, path)
-    except BaseException:
-        undo()
-        raise
+    optimizers = model._made_optimizers()
+    classes = [type(optimizer).__name__ for optimizer in optimizers]
+    wanted = [entry["class"] for entry in stored]
+    if classes != wanted:
+        raise CheckpointError(
+            f"{path} was made with {', '.join(wanted)}, but the model is compiled with "
+            f"{', '.join(classes)}. Compile it as it was, or use load_weights."
+        )
+    for optimizer, entry in zip(optimizers, stored, strict=True):
+        files.check_optimizer_state(optimizer, entry["state"])
+        for inner, its_state in zip(_inner(optimizer), entry.get("inner", []), strict=False):
+            files.check_optimizer_state(inner, its_state)
+        _check_order(model, optimizer, entry, path)
+        _check_own_weights(optimizer, entry, path)
+    _check_schedulers(model, training, path)
 
     def restore() -> None:
         for optimizer, entry in zip(optimizers, stored, strict=True):

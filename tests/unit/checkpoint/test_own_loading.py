@@ -131,6 +131,53 @@ def test_a_file_gives_what_torchs_loading_gives(name, suffix, tmp_path):
     assert_same(found.state_dict(), expected.state_dict())
 
 
+class RefusesAfterwards(Counting):
+    """Looks at what it has loaded."""
+
+    def _load_from_state_dict(self, *arguments):
+        super()._load_from_state_dict(*arguments)
+        raise ValueError("mine")
+
+
+class RefusesBeside(Memory):
+    def get_extra_state(self):
+        return {"version": 1}
+
+    def set_extra_state(self, state):
+        if state["version"] == 2:
+            raise ValueError("mine")
+
+
+class Beside2(Memory):
+    def get_extra_state(self):
+        return {"version": 2}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def tensors_of(net):
+    return [(name, one) for name, one in net.state_dict().items() if "extra" not in name]
+
+
+@pytest.mark.parametrize(
+    ("written", "refuses"), [(Memory, RefusesAfterwards), (Beside2, RefusesBeside)]
+)
+def test_own_code_that_refuses_leaves_the_whole_net_as_it_was(written, refuses, tmp_path):
+    saved(nn.Sequential(nn.Linear(3, 3), written(4)).state_dict(), tmp_path / "w.h5")
+    net = nn.Sequential(nn.Linear(3, 3), refuses(2))
+    held = list(net.parameters())
+    before = {
+        name: value.clone() for name, value in net.state_dict().items() if "extra" not in name
+    }
+    attributes = set(vars(net[1]))
+    with pytest.raises(CheckpointError, match=r"mine\). Nothing was loaded"):
+        fitkit.Model(net).load_weights(tmp_path / "w.h5")
+    assert_same(dict(tensors_of(net)), before)
+    assert all(one is other for one, other in zip(net.parameters(), held, strict=True))
+    assert set(vars(net[1])) == attributes
+
+
 class Misfit(Memory):
     def __init__(self, rows=0, width=2):
         super().__init__(rows)

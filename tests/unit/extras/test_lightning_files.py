@@ -312,3 +312,165 @@ def test_a_resume_has_the_trainers_counters(epochs, written, tmp_path):
     assert ours.began == (2, 8)
     assert (ours.current_epoch, ours.global_step) == (epochs, 4 * epochs)
     assert theirs.current_epoch == epochs
+
+
+TWO = {"devices": 2, "accelerator": "cpu", "strategy": "ddp_spawn"}
+
+
+class Noting(Watching):
+    """Notes what its schedule gets."""
+
+    def __init__(self):
+        super().__init__("step")
+        self.seen = []
+
+    def lr_scheduler_step(self, scheduler, metric):
+        self.seen.append(float(metric))
+        scheduler.step(metric)
+
+
+def test_a_schedule_goes_on_with_each_ranks_value_of_the_last_step(tmp_path):
+    """Cut just before a validation, behind which the schedule moves."""
+
+    def fitted(**options):
+        torch.manual_seed(0)
+        model = fitkit.Model(Noting())
+        model.compile(**TWO)
+        options.update(epochs=2, validation_data=rows(), validation_freq=1, verbose=0)
+        model.fit(rows(), **options)
+        return model.net.seen, model.net.net.weight
+
+    saver = fitkit.callbacks.ModelCheckpoint(tmp_path / "{epoch}-{batch}.h5", save_freq=1)
+    expected = fitted(callbacks=saver)
+    found = fitted(resume_from=tmp_path / "1-2.h5")
+    assert found[0] == expected[0][-3:] and torch.equal(found[1], expected[1])
+
+
+# ---------------------------------------------------------------------- callbacks of the module
+
+
+class Brought(pl.Callback):
+    """Counts batches in its state, and adds to files."""
+
+    batches, state_key = 0, "brought"
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.batches += 1
+
+    def state_dict(self):
+        return {"batches": self.batches, "row": torch.full((2,), float(self.batches))}
+
+    def load_state_dict(self, state):
+        self.batches = state["batches"]
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        checkpoint["beside"] = self.batches
+
+
+class Bringing(Net):
+    def configure_callbacks(self):
+        return [Brought()]  # others for each verb
+
+    def validation_step(self, batch, batch_idx):
+        return (self(batch[0]) - batch[1]).square().mean()
+
+
+class BringingAndAdding(Bringing):
+    learned = 0
+
+    def training_step(self, batch, batch_idx):
+        self.learned += 1
+        return super().training_step(batch, batch_idx)
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["learned"] = self.learned
+
+    def on_load_checkpoint(self, checkpoint):
+        self.learned = checkpoint["learned"]
+
+
+def entries_of(path):
+    """Return what a file has beside its weights, in plain lists."""
+
+    def plain(value):
+        if isinstance(value, dict):
+            return {name: plain(one) for name, one in value.items()}
+        return [plain(one) for one in value] if isinstance(value, (list, tuple)) else listed(value)
+
+    with fitkit.checkpoint.open_checkpoint(path) as file:
+        return plain(file.state)
+
+
+def listed(value):
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+@pytest.mark.parametrize("kind", [Bringing, BringingAndAdding])
+def test_what_brought_callbacks_have_in_files_stays_without_a_fit(kind, tmp_path):
+    model = model_of(kind())
+    model.fit(rows(), epochs=2, verbose=0)
+    model.save(tmp_path / "made.h5")
+    expected = entries_of(tmp_path / "made.h5")
+    assert expected["added"]["callbacks"]["brought"] == {"batches": 8, "row": [8.0, 8.0]}
+    assert expected["added"]["beside"] == 8
+    model.evaluate(rows(), verbose=0)
+    model.save(tmp_path / "evaluated.h5")
+    assert entries_of(tmp_path / "evaluated.h5") == expected
+    model.fit(rows(), epochs=1, verbose=0)  # its callbacks have counted other batches
+    for name, one in {"other": model_of(kind()), "same": model}.items():
+        one.load(tmp_path / "made.h5")
+        one.evaluate(rows(), verbose=0)
+        one.save(tmp_path / f"{name}.h5")
+        assert entries_of(tmp_path / f"{name}.h5") == expected
+    one.fit(rows(), epochs=1, verbose=0)
+    one.save(tmp_path / "anew.h5")
+    assert entries_of(tmp_path / "anew.h5")["added"]["beside"] == 4
+
+
+class Refusing(Brought):
+    def load_state_dict(self, state):
+        self.batches = 99
+        raise KeyError("mine")
+
+
+class DataThatCounts(pl.LightningDataModule):
+    """Refuses its state, if it is told so."""
+
+    def __init__(self, refuses):
+        super().__init__()
+        self.refuses, self.served = refuses, []
+
+    def train_dataloader(self):
+        self.served.append(len(self.served))
+        return rows()
+
+    def state_dict(self):
+        return {"served": len(self.served)}
+
+    def load_state_dict(self, state):
+        self.served.append("resumed")
+        if self.refuses:
+            raise KeyError("mine")
+
+
+@pytest.mark.parametrize("refuses", ["callback", "data", "optimizer"])
+def test_nothing_changes_where_a_resume_is_refused(refuses, tmp_path):
+    first = model_of(BringingAndAdding())
+    first.fit(DataThatCounts(False), epochs=2, verbose=0)
+    first.save(tmp_path / "made.h5")
+
+    module, data = BringingAndAdding(), DataThatCounts(refuses == "data")
+    brought = Refusing() if refuses == "callback" else Brought()
+    module.configure_callbacks = lambda: [brought]
+    if refuses == "optimizer":
+        module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.1)
+    model = model_of(module)
+    before = [one.clone() for one in module.parameters()]
+    with pytest.raises(fitkit.errors.CheckpointError, match="mine|compiled with SGD"):
+        model.fit(data, epochs=3, verbose=0, resume_from=tmp_path / "made.h5")
+    assert all(map(torch.equal, module.parameters(), before))
+    assert (module.learned, brought.batches, model.global_step) == (0, 0, 0)
+    assert "resumed" not in data.served
+    module.configure_callbacks = lambda: []
+    model.save(tmp_path / "after.h5")
+    assert entries_of(tmp_path / "after.h5")["progress"] is None

@@ -346,6 +346,56 @@ def test_a_data_modules_hooks_come_between_them_as_by_the_trainer(name):
     assert_same(*rest)
 
 
+class WithState(Data):
+    def state_dict(self):
+        return {"read": 1}
+
+    def load_state_dict(self, state):
+        assert state == {"read": 1}
+
+
+def test_a_resume_gives_states_to_all_in_the_trainers_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(pl.Callback, "state_dict", lambda self: {"seen": 1})
+    kind = recording(bringing(Unwatched, CALLBACK_HOOKS), TOGETHER)
+    data_kind = recording(WithState, DATA_HOOKS, of_data=True)
+
+    def made():
+        torch.manual_seed(1)
+        module, data = kind(), data_kind()
+        module.calls = data.calls = []
+        return module, data
+
+    def by_trainer(path, **options):
+        module, data = made()
+        trainer = pl.Trainer(max_epochs=1 + len(options), **TRAINER)
+        trainer.fit(module, datamodule=data, **options)
+        trainer.save_checkpoint(path)
+        return module.calls
+
+    def by_fitkit(path, **options):
+        module, data = made()
+        model = fitkit.Model(module)
+        model.compile(devices=1, accelerator="cpu")
+        model.fit(data, epochs=1 + len(options), verbose=0, **options)
+        model.save(path)
+        return module.calls
+
+    by_trainer(tmp_path / "one.ckpt")
+    expected = by_trainer(tmp_path / "two.ckpt", ckpt_path=tmp_path / "one.ckpt")
+    by_fitkit(tmp_path / "one.h5")
+    found = by_fitkit(tmp_path / "two.h5", resume_from=tmp_path / "one.h5")
+    orders = [
+        [call[0] for call in one if call[1] == "begins" and call[0] not in LOADERS]
+        for one in (expected, found)
+    ]
+    upto = [one[: one.index("on_train_start")] for one in orders]
+    assert upto[1] == upto[0]
+    assert upto[0][-5:] == [
+        "callback's load_state_dict", "configure_optimizers", "callback's on_fit_start",
+        "on_fit_start", "callback's on_train_start",
+    ]  # fmt: skip
+
+
 # Half a hundred trainings each. The other runs' hooks are among those of these.
 ALONE = ("manual", "two validation sets", "validate", "test", "predict")
 ALONE_SLOWLY = ("fit", "clipping", "accumulation", "closures", "rates that watch steps", "a stop")

@@ -404,3 +404,73 @@ def test_a_losss_own_parameters_are_saved_and_go_on(tmp_path):
     with pytest.raises(fitkit.CheckpointError):
         other.load(tmp_path / "half.h5")
     assert loss.a.item() == 0.0
+
+
+class Measures(fitkit.Model):
+    """Logs a torchmetrics object, at each step and for the epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.mae = nn.Linear(4, 1), torchmetrics.MeanAbsoluteError()
+
+    def training_step(self, batch, batch_idx):
+        predicted = self.net(batch[0])
+        self.mae(predicted, batch[0][:, :1])
+        self.log("mae", self.mae, on_step=True, on_epoch=True)
+        return predicted.square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_a_metric_objects_last_step_is_that_after_the_interruption(tmp_path):
+    def fitted(**options):
+        torch.manual_seed(0)
+        model = Measures()
+        model.compile(devices=1, accelerator="cpu")
+        return model.fit(X, batch_size=16, epochs=1, verbose=0, **options).history
+
+    saves = fitkit.callbacks.ModelCheckpoint(tmp_path / "{batch}.h5", save_freq=1)
+    expected = fitted(callbacks=saves)
+    found = fitted(resume_from=tmp_path / "2.h5")
+    assert found["mae_step"] == expected["mae_step"]
+    assert found["mae_epoch"] == pytest.approx(expected["mae_epoch"])
+
+
+class Keeps(fitkit.callbacks.Callback):
+    """Has a state, and refuses it if it is told so."""
+
+    refuses = False
+
+    def state_dict(self):
+        return {"kept": 1}
+
+    def load_state_dict(self, state):
+        if self.refuses:
+            raise KeyError("mine")
+
+
+@pytest.mark.parametrize("compiled", [{}, {"devices": 2, "strategy": "ddp_spawn"}])
+def test_a_callback_that_refuses_its_state_leaves_the_model_as_it_was(compiled, tmp_path):
+    x, y = torch.randn(16, 3), torch.randn(16, 1)
+
+    def model():
+        torch.manual_seed(0)
+        made = fitkit.Model(torch.nn.Linear(3, 1))
+        made.compile("adam", "mse", accelerator="cpu", **compiled)
+        made.fit(x, y, verbose=0)
+        return made
+
+    saves = fitkit.callbacks.ModelCheckpoint(tmp_path / "{epoch}.h5")
+    model().fit(x, y, epochs=2, verbose=0, callbacks=[Keeps(), saves])
+    found, expected = model(), model()
+    history = found.history
+    refusing = Keeps()
+    refusing.refuses = True
+    with pytest.raises(fitkit.errors.CheckpointError, match="mine"):
+        found.fit(x, y, epochs=3, verbose=0, callbacks=refusing, resume_from=tmp_path / "2.h5")
+    assert torch.equal(found.net.weight, expected.net.weight)
+    assert (found.global_step, found.history) == (expected.global_step, history)
+    for one in (found, expected):
+        one.fit(x, y, epochs=2, shuffle=False, verbose=0)
+    assert torch.equal(found.net.weight, expected.net.weight)

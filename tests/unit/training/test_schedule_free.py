@@ -167,6 +167,20 @@ def test_a_resumed_training_is_the_uncut_one_to_the_bit(kind, tmp_path):
         assert found == history
 
 
+def test_a_file_that_is_loaded_and_saved_again_keeps_the_weights_to_train_at(tmp_path):
+    saves = ModelCheckpoint(str(tmp_path / "{step}.h5"), every_n_train_steps=3)
+    compiled(ScheduleFreeSGD).fit(X, Y, epochs=1, callbacks=saves, **QUIET)
+    again = compiled(ScheduleFreeSGD)
+    again.load(tmp_path / "3.h5")
+    again.save(tmp_path / "again.h5")
+    kept = []
+    for name in ("3.h5", "again.h5"):
+        with fitkit.checkpoint.open_checkpoint(tmp_path / name) as file:
+            kept.append(file.state["training"]["optimizers"][0]["weights"])
+    assert len(kept[1]) == len(list(again.parameters()))
+    assert all(map(torch.equal, *kept))
+
+
 @each_kind
 def test_a_file_saved_at_an_epochs_end_has_the_weights_that_evaluate(kind, tmp_path):
     whole, cut = compiled(kind), compiled(kind)
