@@ -425,7 +425,8 @@ class Update:
         if not self._is_alone:
             raise ConfigurationError(
                 "training_step returned None to skip a batch, but several ranks make each "
-                "step together. Return a loss of 0 * (the sum of the net's outputs) instead."
+                "step together. Return a loss of 0 * (the sum of the net's outputs) instead.",
+                code="FK025",
             )
 
     def _weighing(self, batch: Batch, outcome: Outcome) -> Weighing:
