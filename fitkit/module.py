@@ -137,6 +137,7 @@ class Module(nn.Module):
     automatic_optimization: bool = True
     current_epoch: int = 0
     # By what names its own code ends a training, and what else than its modules has such code.
+    _counts_left_out: bool = False  # is a batch without a loss an update that changes nothing?
     _stopped_by: frozenset[str] = frozenset({"stop_training"})
     _acting: Sequence[object] = ()
 
