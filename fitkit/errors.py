@@ -116,6 +116,10 @@ CODES = {
 """What each code stands for. A code is never used again for something else."""
 
 
+CODED = re.compile(r"\((FK\d{3}): python -m fitkit explain \1\)")
+"""A code at a message's end."""
+
+
 def with_code(message: str, code: str) -> str:
     """Return a message that ends with its code, and with the command that explains it.
 
@@ -212,6 +216,8 @@ class WorkerError(FitkitError, RuntimeError):
 
     def __init__(self, message: str, rank: int = 0, remote_traceback: str = "") -> None:
         super().__init__(message)
+        found = CODED.search(message)  # of that rank's error
+        self.code = found and found[1]
         self.rank = rank
         self.remote_traceback = remote_traceback
 

@@ -139,6 +139,7 @@ class Module(nn.Module):
     stop_predicting: bool = False
     automatic_optimization: bool = True
     current_epoch: int = 0
+    _counts_left_out: bool = False  # is a batch without a loss an update that changes nothing?
     # By what names its own code ends a training, and what else than its modules has such code.
     _stopped_by: frozenset[str] = frozenset({"stop_training"})
     _acting: Sequence[object] = ()

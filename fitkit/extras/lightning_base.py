@@ -182,7 +182,8 @@ class ServedModel(Model):
             )
         if hook != "training_step" or options["rank_zero_only"]:
             options["sync_dist"] = False  # an epoch's value is that of all ranks
-        context = self._fitkit.contexts.current
+        # torch traces a training step, but can't ask for its thread.
+        context = None if hook == "training_step" else self._fitkit.contexts.current
         if getattr(context, "name", None) == "validation":
             if add_dataloader_idx and self.loader is not None and hook not in AT_EPOCHS:
                 name = f"{name}/dataloader_idx_{self.loader}"

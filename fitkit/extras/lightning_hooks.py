@@ -102,6 +102,7 @@ class Hooks:
         self._base = base_of(module)
         self._threads = threading.local()
         self._known: dict[tuple[str, ...], bool] = {}
+        self._steps: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {}  # by `step`
         self.beside: tuple[Any, ...] = ()
 
     def bring(self, callbacks: Iterable[Any]) -> None:
@@ -161,10 +162,15 @@ class Hooks:
     def step(self, name: str, batch: Any, index: int, loader: int = 0) -> Any:
         """Call a step with what its signature names beside the batch."""
         step = getattr(self.module, name)
-        names = step_names(getattr(step, "__func__", step), name, is_bound=inspect.ismethod(step))
+        function = getattr(step, "__func__", step)
+        known = self._steps.get(name)  # torch traces this step, but not how a signature is read
+        if known is None or known[0] is not function:
+            names = step_names(function, name, is_bound=inspect.ismethod(step))
+            known = self._steps[name] = function, names
         values = {"batch_idx": index, "dataloader_idx": loader, "optimizer_idx": 0}
-        outputs = self.run(name, step, batch, *(values[one] for one in names))
-        self._threads.outputs = outputs
+        outputs = self.run(name, step, batch, *[values[one] for one in known[1]])
+        if self.has(*AT_BATCHES):  # else nobody asks for them, and no graph can leave a trace
+            self._threads.outputs = outputs
         return outputs
 
     def run(self, name: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

@@ -91,6 +91,7 @@ class LightningModel(ServedModel):
 
     data: DataModule | None
     evaluated_flags: Flags
+    _counts_left_out = True
     _stopped_by = frozenset({"stop_training", "should_stop"})
 
     def __init__(self, net: Any = None) -> None:

@@ -113,7 +113,7 @@ class Strategy(Unknown):
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
-        self._model._fitkit.compilation.strategy.collectives.sums([0.0])
+        self._model._fitkit.compilation.strategy.collectives.gather(None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return a rank's object on all ranks."""

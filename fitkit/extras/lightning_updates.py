@@ -417,12 +417,6 @@ class HookedUpdate(Update):
 
         self._by_hook(index, learn)
 
-    def finish(self) -> None:
-        has_no_gradients = self._batches > 0 and self._group is None
-        super().finish()
-        if has_no_gradients:
-            self.apply()  # but it counts
-
     def _compute_again(self, noted: Any) -> None:
         self._has_begun = False
         super()._compute_again(noted)
@@ -432,8 +426,6 @@ class HookedUpdate(Update):
         outcome = super().__call__(batch, index, record, **options)
         if self._again is None:
             self.loss = None if outcome.loss is None else outcome.loss.detach()
-        if outcome.loss is None and self.accumulate == 1 and self._is_alone:
-            self.apply()  # there are no gradients, but it counts
         self.apply.after_backward()
         return outcome
 

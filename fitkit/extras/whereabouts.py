@@ -177,6 +177,8 @@ def _is_waiting(frame: Frame) -> bool:
 def _is_exchange(frame: Frame) -> bool:
     if frame.file.startswith(TORCH):
         file = frame.file[len(TORCH) :].replace(os.sep, "/")
+        if file.startswith("distributed/checkpoint/"):
+            return False  # it writes and reads files; its exchanges are in distributed_c10d.py
         return file.startswith("distributed/") or file == "nn/parallel/distributed.py"
     if frame.file.startswith(FITKIT):
         return frame.file[len(FITKIT) :].replace(os.sep, "/") == EXCHANGES

@@ -150,7 +150,8 @@ class Logged:
         if any(name not in self._synced for name in pending):
             raise ConfigurationError(
                 f"self.log({next(iter(pending))!r}, sync_dist=True, on_step=True) was first "
-                "called in a later step. Call it from the first step on, on every rank."
+                "called in a later step. Call it from the first step on, on every rank.",
+                code="FK043",
             )
         if not self._synced:
             return
@@ -247,7 +248,8 @@ def check_names(gathered: list[tuple[str, ...]]) -> None:
     )
     raise ConfigurationError(
         f"The {len(gathered)} ranks logged different names with sync_dist=True: {by_rank} only. "
-        "Log the same names on every rank, or give rank_zero_only=True."
+        "Log the same names on every rank, or give rank_zero_only=True.",
+        code="FK043",
     )
 
 

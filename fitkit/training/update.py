@@ -265,6 +265,8 @@ class Update:
         # Without an engine of the strategy's own, the base class does as torch does.
         engine = self._engine = strategy.engine or Engine()
         self._fit_state: FitState = model._fitkit.fit_state
+        # Whether an update is made that has no gradients, as its batches have all been left out.
+        self._counts_left_out = model._counts_left_out
         self._strategy = strategy
         self._is_alone = strategy.collectives.world_size == 1
         self._ranks = strategy.data_ranks.world_size
@@ -402,6 +404,8 @@ class Update:
             self.check_alone()
             if self.is_part:  # a batch that is left out is one of its group's all the same
                 self._count()
+            elif self._counts_left_out:
+                self.apply()
             return
         if not self.is_part:
             self._add_gradients(outcome.loss, count_in(batch, outcome.count))
@@ -425,7 +429,8 @@ class Update:
         if not self._is_alone:
             raise ConfigurationError(
                 "training_step returned None to skip a batch, but several ranks make each "
-                "step together. Return a loss of 0 * (the sum of the net's outputs) instead."
+                "step together. Return a loss of 0 * (the sum of the net's outputs) instead.",
+                code="FK025",
             )
 
     def _weighing(self, batch: Batch, outcome: Outcome) -> Weighing:
@@ -481,9 +486,11 @@ class Update:
         if self._batches == 0:
             return
         group, self._group, self._batches = self._group, None, 0
-        if group is not None:  # else its batches have all been left out
+        if group is not None:
             self._complete(group)
             self._update()
+        elif self._counts_left_out:
+            self.apply()
 
     def _complete(self, group: Weighing) -> None:
         """Make the gradients of all of a group's parts those of the group.

@@ -123,6 +123,27 @@ class Steps(fitkit.Model):
         return loss
 
 
+class Skipping(fitkit.Model):
+    """Leaves out a batch on the last rank, in a step that makes its own updates."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2 and rank() == 1:
+            return
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(torch.nn.functional.cross_entropy(self(batch[0]), batch[1]))
+        optimizer.step()
+
+
+def test_a_rank_that_leaves_out_its_backward_pass_is_named_within_seconds():
+    words = "Rank 1 made no backward pass where rank 0 did. Every rank must call manual_backward"
+    with pytest.raises(fitkit.WorkerError, match=words) as found:
+        fit(2, kind=Skipping, timeout=600)
+    assert found.value.code == "FK043"
+
+
 class Own(torch.nn.Module):
     """Does something in its third forward, or backward, on the last rank."""
 

@@ -8,6 +8,7 @@ is left out.
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ SETTINGS = {
     "specialize_float": True,  # a changed float is compiled again, as a changed integer is
     "use_numpy_random_stream": True,  # NumPy itself draws, outside of graphs
     "skip_nnmodule_hook_guards": False,  # a hook that is added or removed is noticed
+    "allow_unspec_int_on_nn_module": True,  # global_step changes, as batch_idx does
     "trace_autograd_ops": True,  # `torch.autograd.grad` becomes a part of a graph
 }
 """Settings of `torch._dynamo.config` while torch traces, if this torch has them."""
@@ -167,8 +169,10 @@ def _refuse_draw(*args: Any) -> Any:
 def why_uncompiled(error: BaseException) -> str:
     """Say why torch couldn't compile something: its error's first line, and the user's line."""
     text = str(error).strip()
-    if OTHERS_LEARN in text:
-        return OTHERS_LEARN
+    if own := re.search(r"UncompiledError\(([\"'])(.*?)\1\)", text):  # raised while torch traces
+        return own[2]
+    if AGAIN_AND_AGAIN in text:
+        return "it reads a number that changes, and torch would compile it anew for each"
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
     first, *rest = lines
     if first.endswith("raised:") and rest:  # "backend='inductor' raised:", then the error itself
@@ -177,4 +181,6 @@ def why_uncompiled(error: BaseException) -> str:
     return f"{first.rstrip('.')} ({places[-1]})" if places else first.rstrip(".")
 
 
+AGAIN_AND_AGAIN = "Hard failure due to fullgraph=True"
+"""What torch says where it has compiled a function too often."""
 OTHERS_LEARN = "which parameters have a gradient changes from batch to batch"

@@ -2,7 +2,8 @@
 
 A question has a number, and each rank that sees it in the store writes its answer there: a
 `Standing`, made by `extras/whereabouts.py`. So nothing is written while all is well. Rank 0 asks
-when its own calls haven't moved for a while, and prints the answers if no rank has moved.
+when its own calls haven't moved for a while, and prints the answers if no rank has moved. On one
+machine it asks within seconds if it waits for others, to find ranks that wait for each other.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ ANSWER_S = 1.5
 """How long a rank may take to say where it is."""
 LOOKS = 3
 """So often all ranks are seen waiting for each other before their call is ended."""
+SOON_S = 4.0
+"""After how many seconds without a batch a rank that waits asks whether all wait for each other."""
+AGAIN_S = 1.0
+"""How long after an answer ranks that do are asked again."""
 
 
 class Report(NamedTuple):
@@ -49,16 +54,27 @@ class Asking:
         thread: the id of the thread that makes the call.
         quiet_s: after how many seconds without a batch the places are printed; 0 for never.
         sees_waits: whether a thread that uses no core waits. One that lets a GPU compute doesn't.
+        is_near: whether what one rank sends is with the others at once, as on one machine. Then
+            ranks that wait for each other are found in seconds.
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, thread: int, quiet_s: float, sees_waits: bool
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        thread: int,
+        quiet_s: float,
+        sees_waits: bool,
+        is_near: bool = False,
     ) -> None:
         self.still: Stillness = Stillness(thread)
         self.standing: Standing | None = None  # where an exchange broke here
         self._store = store
         self._rank, self._size = rank, size
         self._quiet_s, self._sees_waits = quiet_s, sees_waits
+        is_soon = sees_waits and is_near and rank == 0
+        self._soon_s = min(quiet_s, SOON_S) if is_soon else quiet_s
         self._question = 0  # the next one's number
         self._waits_for: tuple[int, float] | None = (
             None  # a question of this rank's, and since when
@@ -67,8 +83,9 @@ class Asking:
 
     def _begin(self) -> None:
         """Nobody was still before now."""
-        self._ask_after_s = self._print_after_s = self._quiet_s
+        self._ask_after_s, self._print_after_s = self._soon_s, self._quiet_s
         self._looks = 0
+        self._places: list[str] | None = None  # at the last look, of ranks that wait for each other
 
     # ------------------------------------------------------------------ questions and answers
 
@@ -104,22 +121,26 @@ class Asking:
     # ------------------------------------------------------------------ silence
 
     def look(self) -> Report | None:
-        """Look whether this rank's calls go on; print all ranks' places if none of them does.
+        """Look whether this rank's calls go on; ask all ranks where they are if they don't.
 
         Returns:
-            What was printed, if it was. Rank 1 does that only where rank 0 doesn't answer.
+            The answers, if they were printed, or show that the call never ends. Rank 1 does that
+            only where rank 0 doesn't answer.
         """
         seconds = self.still.look()
         if not self._quiet_s or self._rank > 1:
             return None
-        if seconds < self._quiet_s * ABOUT:
+        if seconds < self._soon_s * ABOUT:
             self._begin()
             self._waits_for = None
             return None
         now = time.monotonic()
         if self._waits_for is None:
             if seconds >= self._ask_after_s * (1 + self._rank / 2):
-                self._waits_for = self.ask(), now
+                if seconds < self._print_after_s * ABOUT and not self._here().waits:
+                    self._ask_after_s = min(seconds * 2, self._print_after_s)
+                else:
+                    self._waits_for = self.ask(), now
             return None
         number, asked_at = self._waits_for
         if now - asked_at < ANSWER_S:
@@ -141,15 +162,20 @@ class Asking:
             self._print_after_s *= 2
         own = found[self._rank]
         since_s = seconds if own is None else own.still_s  # when it was asked
+        never = least_s >= self._soon_s * ABOUT and self._sees_waits and wait_for_each_other(found)
+        places = [one.key for one in answers] if never else None
+        self._looks = 0 if places is None else self._looks + 1 if places == self._places else 1
+        self._places = places
+        is_last = self._looks >= LOOKS
         self._ask_after_s = since_s + self._print_after_s - least_s
-        if not is_due:
-            return None
-        if any(one.kind == "reader" for one in answers):
+        if self._soon_s < self._quiet_s:
+            again_s = AGAIN_S if never and not is_last else since_s
+            self._ask_after_s = min(self._ask_after_s, since_s + again_s)
+        if not (is_due or is_last) or any(one.kind == "reader" for one in answers):
             return None
         text = report(found, least_s)
-        never = self._sees_waits and wait_for_each_other(found)
-        self._looks = self._looks + 1 if never else 0
         if never:
             text += f"\n{NONE_GOES_ON}"
-        say(text, stream="stderr")
-        return Report(found, text, self._looks >= LOOKS)
+        if is_due:
+            say(text, stream="stderr")
+        return Report(found, text, is_last)

@@ -25,6 +25,8 @@ from fitkit.seams.machines import usable_cores
 
 LONGEST_LINE = 65_536
 """Bytes; a longer line is shown in parts, so that memory is bounded."""
+MISMATCH = "op.preamble.length"
+"""What gloo says when it ends a process to which another sends more bytes than it waits for."""
 LAST_WORDS = 4_000
 """Bytes of the standard error that are kept for the message about a rank that ended."""
 LAST_LINES_S = 1.0
@@ -281,13 +283,20 @@ class RankProcess:
         if code is None:
             return None
         self.end()
-        what = f"Rank {self.rank} left with status {code}."
+        what, words = f"Rank {self.rank} left with status {code}.", self.words()
         if code < 0:
             name = signal.Signals(-code).name
             what = f"Rank {self.rank} was ended by {name}."
             if name == "SIGKILL":
                 what = with_code(f"Rank {self.rank} was ended by {name} (out of memory?).", "FK041")
-        return Failure(self.rank, what, self.words())
+            elif MISMATCH in words:
+                what = with_code(
+                    f"Rank {self.rank} was ended by {name}: gloo ends a process to which another "
+                    "sends more than it waits for, so the ranks met in different exchanges. One of "
+                    "them makes a call that the others don't, for example a backward pass.",
+                    "FK043",
+                )
+        return Failure(self.rank, what, words)
 
     def words(self) -> str:
         """Return the end of what it wrote to its standard error."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hmac
+import inspect
 import io
 import os
 import pickle
 import secrets
 import struct
+import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import cloudpickle
@@ -18,9 +21,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from fitkit.accelerators import widest_dtype
-from fitkit.errors import ConfigurationError, WorkerError
+from fitkit.errors import ConfigurationError, WorkerError, with_code
 from fitkit.extras.launchers import script_objects
 from fitkit.extras.launchers.script_objects import is_of_script
+from fitkit.seams.strategies import Collectives
 from fitkit.tensors import bytes_of
 
 TOGETHER = 25 * 2**20
@@ -28,6 +32,9 @@ TOGETHER = 25 * 2**20
 
 SECRET = "FITKIT_SECRET"
 """The variable that may hold a text which all ranks share, and nobody else has."""
+
+PASSED_ON = (__file__, inspect.getfile(Collectives))
+"""The files whose functions ask for an exchange for others."""
 
 _key = b""
 """By which this process's messages to other ranks are known as the run's own."""
@@ -74,10 +81,14 @@ class ProcessGroup:
 
     def _next(self, kind: str) -> str:
         """Return the name of the next exchange, the same on all ranks: no message passes for
-        another.
+        another. The function that asks for it is in it, for ranks that have made equally many.
         """
         self._count += 1
-        return f"{kind} {self._count} of rank "
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code.co_filename in PASSED_ON:
+            frame = frame.f_back
+        asks = "" if frame is None else frame.f_code.co_name
+        return f"{kind} {self._count} in {asks} of rank "
 
     def gather(self, value: Any) -> list[Any]:
         exchange = self._next("gather")
@@ -135,8 +146,14 @@ class ProcessGroup:
 
     def sums(self, numbers: list[float]) -> list[float]:
         packed = torch.tensor(numbers, dtype=widest_dtype(self._device), device=self._device)
-        dist.all_reduce(packed)
-        return list(packed.tolist())
+        if self._device.type != "cpu":
+            dist.all_reduce(packed)
+            return list(packed.tolist())
+        # Not the exchange by which gradients travel: gloo ends the process of a rank to which
+        # another sends more than it waits for, as where that one makes a backward pass instead.
+        received = packed.new_empty(self.world_size, len(packed))
+        dist.all_to_all_single(received, packed.expand_as(received).contiguous())
+        return list(received.sum(0).tolist())
 
     @torch.no_grad()
     def broadcast_tensors(self, tensors: list[torch.Tensor]) -> None:
@@ -339,9 +356,12 @@ def unpack(packed: torch.Tensor, key: bytes, exchange: str, sender: int) -> Any:
     name = bytes(memory[stream - lengths[0] : stream]).decode()
     if name != exchange:
         raise WorkerError(
-            f"The ranks are in different exchanges ({exchange} here, {name} on rank {sender}): one "
-            "of them makes a call that the others don't, for example under "
-            "`if model.is_global_zero:`.",
+            with_code(
+                f"The ranks are in different exchanges ({exchange} here, {name} on rank {sender}): "
+                "one of them makes a call that the others don't, for example under "
+                "`if model.is_global_zero:`.",
+                "FK043",
+            ),
             sender,
         )
     starts = _starts(lengths)

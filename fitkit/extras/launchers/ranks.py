@@ -146,6 +146,7 @@ class RankLauncher:
                 self.ends_process,
                 quiet_s,
                 sees_waits=self.strategy.device.type == "cpu",
+                is_near=self.strategy.world.num_nodes == 1,
             ) as watch:
                 try:
                     self.strategy.join(store)

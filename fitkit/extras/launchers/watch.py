@@ -106,7 +106,7 @@ class Watch:
         end_exchanges: a function that ends this process's exchanges.
         ends_process: whether this process may be ended if it doesn't return from the call.
         quiet_s: after how many seconds without a batch the ranks' places are printed; 0 for never.
-        sees_waits: as in `Asking`.
+        sees_waits, is_near: as in `Asking`.
 
     Attributes:
         failure: the first failure, as far as known here.
@@ -127,6 +127,7 @@ class Watch:
         ends_process: bool = True,
         quiet_s: float = 0.0,
         sees_waits: bool = False,
+        is_near: bool = False,
     ) -> None:
         self.failure: Failure | None = None
         self.exchanges_ended: bool = False
@@ -137,7 +138,7 @@ class Watch:
         self._end_exchanges = end_exchanges
         self._ends_process = ends_process
         self.asking: Asking = Asking(
-            self._store, rank, size, threading.get_ident(), quiet_s, sees_waits
+            self._store, rank, size, threading.get_ident(), quiet_s, sees_waits, is_near
         )
         self._local: Failure | None = None
         self.elsewhere: dict[int, tuple[str, Standing]] = {}
@@ -299,11 +300,25 @@ class Watch:
 def _never_ends(report: Report) -> Failure:
     """Return the failure of ranks that were seen several times to wait for each other."""
     answers = {rank: one for rank, one in report.found.items() if one is not None}
-    what = (
-        f"{report.text.removeprefix('fitkit: ')} One of them makes a call that the others don't, "
-        "for example under `if model.is_global_zero:`."
-    )
+    what = f"{report.text.removeprefix('fitkit: ')} {_uneven(answers)}"
     return Failure(max(answers), with_code(what, "FK043"), _stacks(answers))
+
+
+def _uneven(found: Mapping[int, Standing]) -> str:
+    """Say what some ranks do that others don't, where they wait in different exchanges."""
+    learns = {rank: "in manual_backward\n" in one.stack for rank, one in sorted(found.items())}
+    if len({*learns.values()}) == 1:
+        return (
+            "One of them makes a call that the others don't, for example under "
+            "`if model.is_global_zero:`."
+        )
+    first = next(rank for rank, does in learns.items() if does)
+    other = next(rank for rank, does in learns.items() if not does)
+    return (
+        f"Rank {other} made no backward pass where rank {first} did. Every rank must call "
+        "manual_backward equally often, also for a batch that it leaves out: "
+        "self.manual_backward(0 * loss) adds nothing."
+    )
 
 
 def _stacks(found: Mapping[int, Standing]) -> str:

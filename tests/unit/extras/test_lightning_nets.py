@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import gc
 import pickle
+import warnings
 import weakref
 
 import pytest
@@ -16,7 +17,7 @@ from fitkit.extras.launchers.workers import end_workers
 pytest.importorskip("lightning")
 
 from tests import lightning_programs as programs
-from tests.compiling import TRACED
+from tests.compiling import TRACED, compiled_anew
 from tests.unit.extras import lightning_modules as modules
 from tests.unit.extras.lightning_modules import (
     TRAINER,
@@ -266,13 +267,68 @@ def test_files_have_the_modules_own_names(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["Net", "Momentum", "Logged"])
-def test_compiled_training_gives_the_same_numbers(kind):
+def test_compiled_training_gives_the_same_numbers(kind, recwarn):
     plain, compiled = made(getattr(modules, kind))
     for module in (plain, compiled):
         module.net[2].p = 0.0
     trained(plain, loader())
     trained(compiled, loader(), jit_compile=TRACED)
     assert_equal_weights(compiled, plain, atol=1e-6)
+    assert not [w for w in recwarn if "jit_compile" in str(w.message)]
+
+
+class Annealed(modules.Net):
+    """A weight that rises with the updates, another with the epochs; logs of both."""
+
+    def training_step(self, batch, batch_idx):
+        outputs, part = self.net(batch[0]), min(1.0, (self.global_step + 1) / 8)
+        loss = torch.nn.functional.cross_entropy(outputs, batch[1]) + part * outputs.square().mean()
+        if self.current_epoch > 1:
+            loss = loss / self.current_epoch
+        self.log_dict({"part": part, "batch": float(batch_idx)}, on_step=False, on_epoch=True)
+        return loss
+
+
+def test_a_compiled_step_reads_counters_that_change(recwarn):
+    histories, modules_ = [], made(Annealed, dropout=0.0)
+    for module, jit in zip(modules_, (False, TRACED), strict=True):
+        model = fitkit.Model(module)
+        model.compile(accelerator="cpu", devices=1, jit_compile=jit)
+        model.fit(loader(48), epochs=3, verbose=0)
+        compiled_anew()
+        histories.append(model.fit(loader(48), epochs=5, initial_epoch=3, verbose=0).history)
+    assert compiled_anew() == 0
+    assert not [w for w in recwarn if "jit_compile" in str(w.message)]
+    assert_equal_weights(*modules_, atol=1e-6)
+    for name, values in histories[0].items():
+        assert histories[1][name] == pytest.approx(values, abs=1e-6), name
+
+
+class LeavingOut(modules.Net):
+    """Leaves out its third batch, under a schedule that moves with each update."""
+
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx == 2 else super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_batch_that_is_left_out_counts_as_lightning_counts_it_compiled_or_not(accumulate):
+    theirs, ours = made(LeavingOut, dropout=0.0)
+    ours = ours, copy.deepcopy(ours)
+    options = {"accumulate_grad_batches": accumulate}
+    trainer = trained_by_lightning(theirs, loader(40), epochs=2, **options)
+    wanted = trainer.global_step, trainer.optimizers[0].param_groups[0]["lr"]
+    for module, jit in zip(ours, (False, TRACED), strict=True):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="jit_compile compiles")
+            model = trained(module, loader(40), jit_compile=jit, **options)
+        assert (model.global_step, model.optimizer.param_groups[0]["lr"]) == wanted
+    assert_equal_weights(*ours, atol=1e-6)
 
 
 def test_a_model_goes_with_its_last_name():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fitkit.errors import WorkerError
-from fitkit.extras.launchers.process_group import DIGEST, pack, unpack
+from fitkit.extras.launchers.process_group import DIGEST, ProcessGroup, pack, unpack
 
 KEY, EXCHANGE = b"k" * 32, "gather 3 of rank 1"
 
@@ -75,3 +75,20 @@ def test_a_rank_s_message_of_another_exchange_is_refused_as_that():
     packed = pack(1, KEY, "gather 2 of rank 1")
     with pytest.raises(WorkerError, match="different exchanges .gather 3 of rank 1 here, gather 2"):
         unpack(packed, KEY, EXCHANGE, 1)
+
+
+def test_an_exchange_is_named_by_the_function_that_asks_for_it():
+    ranks = [object.__new__(ProcessGroup) for _ in range(2)]
+    for group in ranks:
+        group._count = 0
+
+    def gather(group):
+        return group._next("gather")
+
+    def one():
+        return gather(ranks[0])
+
+    def other():
+        return gather(ranks[1])
+
+    assert one() == "gather 1 in one of rank " and other() == "gather 1 in other of rank "
