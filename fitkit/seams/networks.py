@@ -31,7 +31,7 @@ Example:
 """
 
 from fitkit.guests import DATA, GUESTS, MODELS, Guest, OpenedData, as_ours, guest_of
-from fitkit.hooks import has_own_steps, overridden
+from fitkit.hooks import has_own_steps, overridden, verb_of
 from fitkit.module import Module
 from fitkit.pickling import REDUCERS, Together
 
@@ -48,4 +48,5 @@ __all__ = [
     "guest_of",
     "has_own_steps",
     "overridden",
+    "verb_of",
 ]
