@@ -10,7 +10,8 @@ import difflib
 import functools
 import inspect
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from fitkit.callbacks.base import HOOKS, Callback
 from fitkit.errors import ConfigurationError, warn
@@ -58,6 +59,17 @@ def overridden(model: Module, hook: str) -> bool:
     """Whether a model has its own code for a hook: in its class, or set on the instance."""
     own = vars(model).get(hook) or getattr(type(model), hook)
     return own is not getattr(Module, hook)
+
+
+def verb_of(model: Module, verb: str) -> Callable[..., Any]:
+    """Return a verb, such as `fit`, as fitkit has it.
+
+    A subclass of the user's may override it with other arguments, or to do more than that.
+    """
+    kinds = type(model).__mro__
+    ours = next(k for k in kinds if verb in vars(k) and k.__module__.startswith("fitkit."))
+    bound: Callable[..., Any] = vars(ours)[verb].__get__(model)
+    return bound
 
 
 def has_own_steps(model: Module, stage: str) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from pathlib import Path
 
 import fitkit
@@ -113,5 +114,8 @@ def _verify(given: argparse.Namespace) -> int:
         )
     except FitkitError as error:
         print(" ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except Exception:  # the script's own
+        traceback.print_exc()
         return 2
     return 0 if found.ok else 1

@@ -12,6 +12,7 @@ from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.seams.callbacks import Callback, run_of
 from fitkit.seams.data import check_data_type
 from fitkit.seams.metrics import CompiledMetrics
+from fitkit.seams.networks import verb_of
 
 
 class EvaluateEvery(Callback):
@@ -89,7 +90,8 @@ class EvaluateEvery(Callback):
     def _values(self) -> dict[str, Any]:
         run = run_of(self.model)
         with contextlib.nullcontext() if run is None else run.as_validated():
-            found: dict[str, Any] = self.model.evaluate(**self.data, verbose=0, return_dict=True)
+            evaluate = verb_of(self.model, "evaluate")
+            found: dict[str, Any] = evaluate(**self.data, verbose=0, return_dict=True)
         return found
 
 

@@ -18,7 +18,9 @@ from fitkit.errors import (
     SHAPE_ERRORS,
     ConfigurationError,
     FitkitError,
+    OutOfMemoryError,
     asked_by,
+    is_out_of_memory,
     raised_in_torch,
     with_code,
 )
@@ -177,6 +179,21 @@ def explained(
             code="FK003",
         )
     return None
+
+
+def of_example(error: Exception, net: AnyCallable, given: str) -> FitkitError | None:
+    """Return a clearer error for one of a net that was called on an example, beside a training.
+
+    Args:
+        given: the example in words, such as its shape.
+    """
+    if is_out_of_memory(error):
+        return OutOfMemoryError(
+            f"Memory ran out on an example of {given}, with which the net was called. Give a "
+            f"smaller one. ({str(error).strip().splitlines()[0]})",
+            code="FK040",
+        )
+    return of_index(error, net)
 
 
 def of_index(error: Exception, net: AnyCallable, given: str = "") -> FitkitError | None:

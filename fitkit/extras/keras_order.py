@@ -16,8 +16,8 @@ from keras.src.losses.losses import LossFunctionWrapper
 from keras.src.trainers.compile_utils import is_binary_or_sparse_categorical
 
 from fitkit import trees
-from fitkit.arguments import callable_name, check_takes_pair
-from fitkit.errors import ConfigurationError
+from fitkit.arguments import callable_name, check_takes_pair, describe
+from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.extras.keras_objects import loss_like, metric_like
 from fitkit.registry import Registry, unknown_name
 from fitkit.seams.losses import LOSSES
@@ -40,10 +40,22 @@ def meant(argument: str, value: Any, outputs: Any = None) -> Any:
 
     Raises:
         ConfigurationError: a function takes other arguments, or the prediction first.
+        ArgumentTypeError: something is neither a name nor callable.
     """
+    trees.map_leaves(partial(_check_type, argument), value)
     if argument == "loss":
         return trees.map_leaves(_of_loss, value)
     return trees.map_leaves(_of_metric, _by_output(value, outputs))
+
+
+def _check_type(argument: str, value: Any) -> None:
+    if value is None or isinstance(value, str) or callable(value):
+        return
+    kind, library = ("loss", "torch") if argument == "loss" else ("metric", "torchmetrics")
+    raise ArgumentTypeError(
+        f"{argument} has {describe(value)}, but a {kind} of a "
+        f"Keras network is a name, an object of Keras or {library}, or a callable (y_true, y_pred)."
+    )
 
 
 def _by_output(metrics: Any, outputs: Any) -> Any:

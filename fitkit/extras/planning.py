@@ -40,6 +40,7 @@ from fitkit.model import Model
 from fitkit.printing import say
 from fitkit.samples import samples_of
 from fitkit.seams.data import as_tensors, is_array, made_dense
+from fitkit.seams.networks import verb_of
 from fitkit.seams.optimizers import check_trainable
 from fitkit.seams.precisions import MixedPrecision
 from fitkit.seams.steps import unpacker_of
@@ -132,7 +133,8 @@ def plan(
     Args:
         model: a compiled model.
         devices: the number of devices on each node.
-        strategy: a name or an object, or a list of several to compare.
+        strategy: a name or an object, or a list of several to compare. `"auto"` is what `fit` would
+            choose: `"ddp_spawn"` on several devices.
         batch: the batch that one process gets in a step, in the form for `fit`: `(x, y)`.
         num_nodes: the number of machines. Default 1.
 
@@ -173,7 +175,8 @@ def plan(
         )
     if not given:
         raise ConfigurationError("strategy is empty. Give a name, such as 'ddp', or several.")
-    chosen = _by_name([named_strategy(item) for item in given])
+    auto = "single_device" if devices * num_nodes == 1 else "ddp_spawn"  # what fit would choose
+    chosen = _by_name([named_strategy(auto if item == "auto" else item) for item in given])
     meta = any(parameter.is_meta for parameter in model.parameters())
     measured = _costs_on_meta if meta else _costs_of_a_step
     whole, notes = measured(model, batch)
@@ -400,7 +403,7 @@ def _costs_of_a_step(model: Model, batch: Any) -> tuple[Costs, tuple[str, ...]]:
         model._fitkit.compilation = model._fitkit.compilation.on(alone)
         with _activations(model) as saved:
             # fit would take a list of one tensor as arrays, and cut its own batches from it.
-            model.fit(iter([batch]), verbose=0)
+            verb_of(model, "fit")(iter([batch]), verbose=0)
         held = model._fitkit.compilation.trained(model).learning()
         state = sum(
             _held_bytes(own)

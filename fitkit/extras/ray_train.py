@@ -10,6 +10,7 @@ from typing import Any
 from fitkit.arguments import check_count
 from fitkit.errors import missing_package
 from fitkit.seams.callbacks import Callback, run_of
+from fitkit.seams.networks import verb_of
 
 FILE = "model.h5"
 """The name of the file in a reported checkpoint."""
@@ -82,7 +83,7 @@ class RayTrainReport(Callback):
             run = run_of(self.model)
             # Ray ranks checkpoints by values, among them those of the validation.
             with contextlib.nullcontext() if run is None else run.as_validated():
-                self.model.save(Path(folder, FILE))
+                verb_of(self.model, "save")(Path(folder, FILE))
             is_written = self.model.is_global_zero
             found = train.Checkpoint.from_directory(folder) if is_written else None
             train.report(values, checkpoint=found)

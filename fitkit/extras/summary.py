@@ -23,7 +23,7 @@ from fitkit import trees
 from fitkit.arguments import check_count, describe, dtype_name
 from fitkit.errors import ArgumentTypeError, ConfigurationError
 from fitkit.extras.distillation import teachers_of
-from fitkit.extras.explain import of_index
+from fitkit.extras.explain import of_example
 from fitkit.extras.layer_depths import scales_of
 from fitkit.modes import modes_restored
 from fitkit.random_states import kept_random_numbers
@@ -240,8 +240,8 @@ def _call(
         with evaluating(net), _module_by_module(), counting:
             run(net, example)
     except Exception as error:
-        if (lacking := of_index(error, net)) is not None:
-            raise lacking from error
+        if (explanation := of_example(error, net, shape_text(example))) is not None:
+            raise explanation from error
         raise ConfigurationError(
             f"The net can't be called with an input of {shape_text(example)}: "
             f"{type(error).__name__}: {str(error).rstrip('.')}. Give a batch of inputs such as "

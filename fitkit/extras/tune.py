@@ -29,6 +29,7 @@ from fitkit.outputs import EMPTY_MEAN
 from fitkit.random_states import kept_random_numbers
 from fitkit.seams.callbacks import Callback, Logs, from_all_ranks
 from fitkit.seams.data import check_data_type, make_source
+from fitkit.seams.networks import verb_of
 from fitkit.seams.steps import parts_of_update
 from fitkit.typing import Arrays, Data
 
@@ -206,7 +207,7 @@ def learning_rate(
         trial = model._fitkit.compilation
         given = dataclasses.replace(trial.given, accumulate_grad_batches=parts)
         model._fitkit.compilation = dataclasses.replace(trial, given=given).on(trial.strategy)
-        model.fit(
+        verb_of(model, "fit")(
             x,
             y,
             batch_size=batch_size,
@@ -387,7 +388,7 @@ def _samples(x: Any, y: Any) -> int:
 def _trains(model: Model, x: Any, y: Any, sample_weight: Any, size: int, steps: int) -> bool:
     """Whether some steps with that batch size succeed."""
     try:
-        model.fit(
+        verb_of(model, "fit")(
             x, y, sample_weight=sample_weight, batch_size=size, steps_per_epoch=steps, verbose=0
         )
         return True

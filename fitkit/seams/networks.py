@@ -32,7 +32,7 @@ Example:
 
 from fitkit.buffers import attributes_restorer
 from fitkit.guests import DATA, GUESTS, MODELS, Guest, OpenedData, as_ours, guest_of
-from fitkit.hooks import has_own_steps, overridden
+from fitkit.hooks import has_own_steps, overridden, verb_of
 from fitkit.module import Module
 from fitkit.pickling import REDUCERS, Together
 
@@ -50,4 +50,5 @@ __all__ = [
     "guest_of",
     "has_own_steps",
     "overridden",
+    "verb_of",
 ]

@@ -108,3 +108,57 @@ def test_a_public_name_with_another_meaning_is_told_at_once():
         with pytest.raises(fitkit.ConfigurationError, match=f"can't use the name '{name}'"):
             setattr(model, name, value)
     model.training_step = lambda batch, batch_idx: None  # a hook may be replaced
+
+
+def test_fitkits_own_calls_of_a_verb_do_not_meet_a_subclass_with_other_arguments(tmp_path):
+    class Own(fitkit.Model):
+        def compile(self, rate):
+            super().compile("sgd", "mse", learning_rate=rate, accelerator="cpu", devices=1)
+
+        def fit(self, data, epochs=2):
+            return super().fit(*data, epochs=epochs, verbose=0)
+
+        def evaluate(self, data):
+            return super().evaluate(*data, verbose=0)
+
+        def predict(self):
+            return super().predict(self.mine, verbose=0)
+
+        def test_on_batch(self, both):
+            return super().test_on_batch(*both)
+
+        def save(self, folder, name):
+            return super().save(folder / f"{name}.h5")
+
+        def load(self, folder, name):
+            return super().load(folder / f"{name}.h5")
+
+    x, y = torch.randn(32, 4), torch.randn(32, 1)
+    model, plain = Own(torch.nn.Linear(4, 1)), torch.nn.Linear(4, 1)
+    plain.load_state_dict(model.net.state_dict())
+    model.compile(0.1)
+    model.mine = x
+    assert len(model.fit((x, y)).epoch) == 2
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(plain(x), y).backward()
+        optimizer.step()
+    torch.testing.assert_close(model.net.weight, plain.weight)
+    loss = torch.nn.functional.mse_loss(plain(x), y).item()
+    assert model.evaluate((x, y)) == pytest.approx(loss, rel=1e-5)
+    assert model.test_on_batch((x, y)) == pytest.approx(loss, rel=1e-5)
+    np.testing.assert_allclose(model.predict(), plain(x).detach(), rtol=1e-4, atol=1e-6)
+    model.save(tmp_path, "kept")
+    model.load(tmp_path, "kept")
+    again = fitkit.callbacks.EvaluateEvery(x, y, name="again")
+    best = fitkit.callbacks.ModelCheckpoint(tmp_path / "best.h5", monitor="val_loss")
+    logs = fitkit.Model.fit(
+        model, x, y, validation_data=(x, y), callbacks=[again, best], verbose=0
+    ).history
+    assert logs["again_loss"] == logs["val_loss"]
+    assert (tmp_path / "best.h5").exists()
+    assert fitkit.verify(model, x, y, devices=1, verbose=False).ok
+    assert fitkit.plan(model, 2, "ddp", (x, y)).costs["ddp"].parameters == 4 * 5
+    assert fitkit.tune.batch_size(model, x, y, max_val=8) == 8
+    assert fitkit.tune.learning_rate(model, x, y, num_training=10).losses

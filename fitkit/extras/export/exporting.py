@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from fitkit import trees
 from fitkit.arguments import check_choice, check_count, check_flag, describe
 from fitkit.errors import ArgumentTypeError, ConfigurationError
+from fitkit.extras.explain import of_example
 from fitkit.extras.export.formats import (
     FORMATS,
     Call,
@@ -24,7 +25,7 @@ from fitkit.extras.export.formats import (
     reason_of,
     traced,
 )
-from fitkit.extras.summary import evaluating, example_batch
+from fitkit.extras.summary import evaluating, example_batch, shape_text
 from fitkit.samples import samples_among
 from fitkit.seams.files import replacing
 from fitkit.seams.precisions import plain_layers
@@ -167,7 +168,7 @@ def check_file(runner: Runner | None, calls: list[tuple[Call, nn.Module]], forma
         return
     for call, net in calls:
         size = samples_among(call.batch)
-        wanted = [on_cpu(leaf) for leaf in trees.tensors(net(*call.args, **call.kwargs))]
+        wanted = [on_cpu(leaf) for leaf in trees.tensors(_outputs(net, call))]
         try:
             found = runner(call)
         except Exception as error:
@@ -182,6 +183,19 @@ def check_file(runner: Runner | None, calls: list[tuple[Call, nn.Module]], forma
                 f"{_advice(size)} A net that draws random numbers in evaluation mode can be "
                 "exported with check=False."
             )
+
+
+def _outputs(net: nn.Module, call: Call) -> Any:
+    """Return what the net gives for a batch.
+
+    Tracing computes with shapes alone. So this is where an index that a layer lacks shows.
+    """
+    try:
+        return net(*call.args, **call.kwargs)
+    except Exception as error:
+        if (explanation := of_example(error, net, shape_text(call.batch))) is not None:
+            raise explanation from error
+        raise
 
 
 def _difference(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> str | None:

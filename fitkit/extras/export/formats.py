@@ -17,6 +17,8 @@ from torch import nn
 
 from fitkit import trees
 from fitkit.errors import ConfigurationError, missing_package
+from fitkit.extras.explain import of_example
+from fitkit.extras.summary import shape_text
 from fitkit.samples import samples_among
 
 LONGEST_REASON = 400
@@ -79,6 +81,8 @@ def traced(net: nn.Module, call: Call, shapes: Any) -> torch.export.ExportedProg
     try:
         program = torch.export.export(net, call.args, call.kwargs, dynamic_shapes=shapes)
     except Exception as error:
+        if (explanation := of_example(error, net, shape_text(call.batch))) is not None:
+            raise explanation from error
         raise ConfigurationError(
             f"torch.export can't trace the net: {reason_of(error)} {_advice(net, call, shapes)}"
         ) from error

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from fitkit.arguments import check_count
+from fitkit.errors import warn
 from fitkit.extras.text_files import as_json
 from fitkit.extras.trials.arguments import check_builder, checked_runs, known_value
 from fitkit.extras.trials.pool import Job, outcomes
@@ -240,6 +241,9 @@ def search(
     result = Search(_ordered(found, given.mode), metric, given.mode, interrupted)
     if given.shows:
         result.summary()
+    failed = next((run for run in result.runs if run.state == "failed"), None)
+    if result.best is None and failed is not None and not interrupted:
+        warn(f"No run of {len(result.runs)} has a {metric}. Run {failed.number}: {failed.error}")
     return result
 
 

@@ -29,6 +29,7 @@ from fitkit.random_states import set_seed
 from fitkit.samples import samples_of
 from fitkit.seams.callbacks import Callback
 from fitkit.seams.data import unpack_batch
+from fitkit.seams.networks import verb_of
 from fitkit.seams.optimizers import first_rate, put_rate
 from fitkit.tensors import is_dense
 
@@ -82,7 +83,7 @@ class Notes(Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any) -> None:
         if self._path and self._only == batch + 1:
-            self.model.save(self._path)
+            verb_of(self.model, "save")(self._path)
 
 
 def first_other(one: Passes, other: Passes, limit: float) -> str | None:
@@ -280,7 +281,7 @@ class Trials:
         for group in copied.optimizer.param_groups:  # an earlier fit's schedule may have ended at 0
             put_rate(group, first_rate(group))
         given = {**ALONE, **STEADY, "precision": self.precision, "accelerator": self.accelerator}
-        copied.compile(**{**given, **settings})
+        verb_of(copied, "compile")(**{**given, **settings})
         net = copied._weights_module()
         if not kept_in_evaluation(net):
             copied.train()  # as fit does with a net that is in evaluation mode as a whole
@@ -295,7 +296,7 @@ class Trials:
     def fitted(self, copied: Model, batches: list[Any], seed: int = SEED, **given: Any) -> Model:
         """Train a copy on batches, in their order."""
         set_seed(seed)
-        copied.fit(batches, class_weight=self.class_weight, verbose=0, **given)
+        verb_of(copied, "fit")(batches, class_weight=self.class_weight, verbose=0, **given)
         return copied
 
     def trained(
@@ -474,7 +475,8 @@ class Trials:
 
         def values_of(batches: list[Any]) -> dict[str, float]:
             set_seed(SEED)
-            found = self.copied().evaluate(batches, verbose=0, return_dict=True)
+            evaluate = verb_of(self.copied(), "evaluate")
+            found = evaluate(batches, verbose=0, return_dict=True)
             return {name: float(value) for name, value in found.items()}
 
         whole, others = values_of(self.batches), values_of(pieces)
@@ -595,8 +597,9 @@ class Trials:
         self._loss_cause = cause_of("loss", place)
         with contextlib.suppress(FitkitError):  # it may have no loss to evaluate
             copied, batch = self.copied(quiet), self.batches[0]
+            test_on_batch = verb_of(copied, "test_on_batch")
             total, one, other = (
-                copied.test_on_batch(*unpack_batch(part), return_dict=True)["loss"]
+                test_on_batch(*unpack_batch(part), return_dict=True)["loss"]
                 for part in [batch, *self.cut(batch, 2)]
             )
             if math.isclose(total, one + other, rel_tol=self.output_limit):
@@ -646,7 +649,7 @@ class Trials:
             self.fitted(copied, batches, seed, callbacks=[notes, *masks])
         else:
             set_seed(seed)
-            copied.evaluate(batches, verbose=0, callbacks=notes)
+            verb_of(copied, "evaluate")(batches, verbose=0, callbacks=notes)
         return notes.passes
 
     def _first_other(self, one: Passes, other: Passes) -> str | None:

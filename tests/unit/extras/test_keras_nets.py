@@ -881,6 +881,9 @@ def test_an_unknown_name_says_in_which_order_a_function_gets_its_arguments(net, 
         assert caught.value.code == "FK028"
         assert order in str(caught.value)
         assert "did you mean 'mean_squared_error'" in str(caught.value).lower()
+        with pytest.raises(TypeError) as caught:
+            fitkit.Model(net).compile(**{argument: 3})
+        assert isinstance(caught.value, fitkit.ConfigurationError) and order in str(caught.value)
 
 
 def test_torch_s_losses_and_metrics_keep_their_order_and_their_logits():

@@ -91,6 +91,14 @@ def test_recomputed_activations_are_not_counted_twice(capsys):
     assert 9 * each <= kept <= 14 * each  # all four of each of the eight would be 32
 
 
+def test_auto_is_what_fit_would_choose(capsys):
+    assert (
+        fitkit.plan(made(), 4, "auto", BATCH).costs
+        == fitkit.plan(made(), 4, "ddp_spawn", BATCH).costs
+    )
+    assert list(fitkit.plan(made(), 1, ["auto"], BATCH).costs) == ["single_device"]
+
+
 def test_wrong_arguments_say_what_is_needed(capsys):
     with pytest.raises(TypeError, match=r"fitkit\.Model"):
         fitkit.plan(torch.nn.Linear(1, 1), 2, "ddp", BATCH)

@@ -155,6 +155,24 @@ def test_a_net_that_torch_cannot_trace_says_why_and_leaves_no_file(tmp_path):
         fitkit.Model(nn.Linear(5, 3)).export(tmp_path / "net.pt2", example=X)
 
 
+class Full(nn.Linear):
+    def forward(self, x):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def test_an_index_that_is_not_there_and_memory_that_runs_out_are_said_as_fit_says_them(tmp_path):
+    table, tokens = nn.Sequential(nn.Embedding(5, 4), nn.Flatten()), torch.tensor([[1, 9]])
+    with pytest.raises(fitkit.ConfigurationError, match=r"Embedding\(5, 4\).*got 9") as caught:
+        fitkit.Model(table).export(tmp_path / "net.pt2", example=tokens)
+    assert caught.value.code == "FK012"
+    full = fitkit.Model(Full(4, 3))
+    for call in (full.summary, lambda x: full.export(tmp_path / "net.pt2", example=x)):
+        with pytest.raises(fitkit.OutOfMemoryError, match=r"\(6, 4\)") as short:
+            call(X)
+        assert short.value.code == "FK040"
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_that_computes_something_else_is_not_kept(tmp_path):
     class Noisy(nn.Module):
         def forward(self, x):

@@ -119,7 +119,8 @@ def test_optuna_chooses_prunes_and_goes_on(tmp_path, monkeypatch):
 
 
 def test_a_value_that_is_no_number_is_a_failure():
-    found = search(lambda value: given_values(math.nan), {"value": [1]}, X, Y, runs=1, **FIT)
+    with pytest.warns(UserWarning, match="No run of 1 has a val_loss.*isn't a finite number"):
+        found = search(lambda value: given_values(math.nan), {"value": [1]}, X, Y, runs=1, **FIT)
     assert found.best is None and found.runs[0].state == "failed"
     assert str(found) == "no run has a val_loss"
 

@@ -73,9 +73,15 @@ def test_what_differs_is_status_1_and_everything_is_put_back(tmp_path, capsys):
     assert (sys.argv, sys.path) == before
 
 
-def test_a_script_that_cannot_be_verified_is_one_line_and_status_2(tmp_path, capsys):
+def test_a_script_that_cannot_be_verified_is_status_2(tmp_path, capsys):
     assert main(["verify", str(tmp_path / "none.py")]) == 2
     assert "There is no file" in capsys.readouterr().err
     (tmp_path / "idle.py").write_text("x = 1\n")
     assert main(["verify", str(tmp_path / "idle.py")]) == 2
     assert "without a call of fit" in capsys.readouterr().err
+    (tmp_path / "ended.py").write_text("import sys\nsys.exit(0)\n")  # 0 would mean: all is equal
+    assert main(["verify", str(tmp_path / "ended.py")]) == 2
+    assert "without a call of fit" in capsys.readouterr().err
+    (tmp_path / "failed.py").write_text("raise KeyError('its own')\n")
+    assert main(["verify", str(tmp_path / "failed.py")]) == 2
+    assert "KeyError: 'its own'" in capsys.readouterr().err
