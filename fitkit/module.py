@@ -594,7 +594,8 @@ class Module(nn.Module):
         Args:
             loss: a tensor with one number: the mean over this rank's samples.
             count: what the loss is a mean over, if not the samples: the number of labels that
-                count, or the sum of their weights. Ranks are weighted by it. Default None: samples.
+                count, or the sum of their weights. Ranks are weighted by it, so give it on all of
+                them, or on none. Default None: samples.
             **options: options of `Tensor.backward` (`retain_graph`, …).
 
         Raises:

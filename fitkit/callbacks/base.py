@@ -118,6 +118,7 @@ class Callback:
     comes_last: bool = False
     swaps_weights: bool = False
     watches_losses: bool = False
+    _acts_alone: bool = False  # some ranks may lack it: it exchanges nothing
 
     def set_model(self, model: Module) -> None:
         """Take the model, before the first hook."""

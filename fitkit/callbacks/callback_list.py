@@ -9,7 +9,17 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 from fitkit.arguments import describe
-from fitkit.callbacks.base import HOOKS, SHORT_NAMES, Callback, Logs, overrides, run_of
+from fitkit.callbacks.base import (
+    HOOKS,
+    SHORT_NAMES,
+    Callback,
+    LambdaCallback,
+    Logs,
+    from_all_ranks,
+    overrides,
+    run_of,
+    several_ranks,
+)
 from fitkit.errors import ArgumentTypeError, ConfigurationError, warn
 from fitkit.module import Module
 from fitkit.outputs import EMPTY_MEAN
@@ -18,6 +28,9 @@ from fitkit.shortcuts import Shortcut
 
 Hook = Callable[..., Any]
 
+
+AT_ENDS = ("on_epoch_end", "on_test_end")
+"""Hooks after which ranks exchange what a user's code logs there."""
 
 UNUSED_LEFT_OUT = Shortcut("hooks that a callback doesn't override aren't called")
 
@@ -53,10 +66,16 @@ class CallbackList:
             params: a dict about the run; see `Callback.params`.
 
         Raises:
-            ConfigurationError: another model's running `fit` has one of the callbacks.
+            ConfigurationError: another model's running `fit` has one of the callbacks, or the ranks
+                have different ones.
+
+        Ranks:
+            Collective.
         """
         for callback in self.callbacks:
             _check_free(callback, model)
+        if several_ranks(model):
+            _check_alike(self.callbacks, model)
         contexts = model._fitkit.contexts
         outer = contexts.cleanups
         with contextlib.ExitStack() as cleanups, contextlib.ExitStack() as of_weights:
@@ -120,6 +139,39 @@ class CallbackList:
         if not found or any(callback.watches_losses for callback in self.callbacks):
             return None
         return " and ".join(found)
+
+
+def _check_alike(callbacks: list[Callback], model: Module) -> None:
+    """Refuse ranks of a script with different callbacks: one rank would wait in an exchange of
+    theirs, or after their hooks, for others that never come.
+
+    Raises:
+        ConfigurationError: on every rank, with what two ranks have.
+
+    Ranks:
+        Collective.
+    """
+    everyone = from_all_ranks(model, [type(one).__name__ for one in callbacks if _waits(one)])
+    for rank, names in enumerate(everyone):
+        if names != everyone[0]:
+            first, others = (", ".join(some) or "none" for some in (everyone[0], names))
+            raise ConfigurationError(
+                f"The ranks have different callbacks: rank 0 has {first}, rank {rank} has {others}."
+                " Give every rank the same ones. fitkit's write files on rank 0 alone, and yours "
+                "may ask self.model.is_global_zero.",
+                code="FK043",
+            )
+
+
+def _waits(callback: Callback) -> bool:
+    """Whether a callback, or what follows one of its hooks, waits for that of other ranks."""
+    if callback._acts_alone:
+        return False
+    is_ours = type(callback).__module__.startswith("fitkit.")
+    if is_ours and not isinstance(callback, LambdaCallback):
+        return True
+    at_batches = () if callback.stops_alike else (*SHORT_NAMES, *SHORT_NAMES.values())
+    return any(overrides(callback, hook) for hook in (*AT_ENDS, *at_batches))
 
 
 def _check_free(callback: Callback, model: Module) -> None:

@@ -51,6 +51,7 @@ class ProgressBar(Callback):
     """
 
     stops_alike = True
+    _acts_alone = True
 
     def __init__(
         self,

@@ -282,16 +282,17 @@ class SkipBadUpdates(Callback):
         Ranks:
             Collective.
         """
+        # By places, which all ranks have alike: of what only fills a rank's place nothing is noted.
         # Compiled steps show no batch: what it had is read again.
-        given = noted or [(*place, None, math.nan) for place in self._places]
+        held = {(number, place): batch for number, place, batch, _ in noted}
         seen: list[tuple[list[int] | None, str | None]] = []
-        for number, place, batch, _ in given:  # equally many on all ranks
-            indices = indices_of(self._run, number, place)
+        for number, place in self._places:
+            indices, batch = indices_of(self._run, number, place), held.get((number, place))
             if batch is not None:
                 seen.append((indices, first_bad(batch.data, indices)))
             else:
                 seen.append((indices, first_bad_of(self._run, indices) if indices else None))
-        at = bad
+        at = None if bad is None else self._places.index(noted[bad][:2])
         if at is None:
             at = next((n for n, (_, where) in enumerate(seen) if where is not None), None)
         ranks = from_all_ranks(self.model, (seen, at))

@@ -167,6 +167,7 @@ class _EpochFile(Callback):
     """Writes a line per epoch."""
 
     stops_alike = True
+    _acts_alone = True
     append: bool
     _file: TextFile
 

@@ -263,8 +263,11 @@ class KnownLoss(Loss):
         return not known or not all(self._counted.counts_all(target) for target in targets or ())
 
     def count(self, prediction: Any, target: Any, classes: int | None = None) -> Count:
-        if self._counted is None or not _are_indices(prediction, target, classes):
+        if self._counted is None:
             return None
+        if not _are_indices(prediction, target, classes):
+            # Probabilities (N, C, ...) count as their labels would: other batches may have these.
+            return target.numel() // target.shape[1] if target.ndim > 1 and len(target) else None
         return self._counted(torch.as_tensor(target))
 
     def counted(

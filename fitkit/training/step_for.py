@@ -56,6 +56,9 @@ def step_for(
     if not predicts:
         known = None if source is None else [targets_of(source)]
         may_count = compilation.loss.may_count(known)
+    if stage == "training" and strategy.data_ranks.world_size > 1:
+        # A rank whose data are its own knows its own labels only.
+        may_count = strategy.data_ranks.sums([float(may_count)])[0] > 0
     counts = may_count or has_own_steps(model, stage)
     if stage == "training":
         if (outer := model._fitkit.fit_state.run) is not None:

@@ -452,7 +452,8 @@ class Update:
             by_name = dict(zip(names, sums, strict=True))
             return Known(self._strategy.data_ranks.sums(sums), by_name, self._ranks)
         expected = float(max(batch.total, 1) * self.accumulate)  # as many samples in each
-        asks = outcome.count is not None or self._tally.is_carried
+        # Several ranks ask by what all know: a step may give a count on some of them only.
+        asks = self.step.may_count if self._ranks > 1 else outcome.count is not None
         if asks:
             expected *= self._tally.per_sample(count_in(batch, outcome.count), batch.total)
         return Late(expected, self._ranks, asks)

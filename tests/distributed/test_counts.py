@@ -237,6 +237,63 @@ def test_a_rank_without_labels_learns_from_the_others_what_a_nets_own_loss_count
     assert apart(model.net, wanted) < 1e-12
 
 
+class ByTurns(fitkit.Model):
+    """Two optimizers. A step says what counts only where some labels don't."""
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), 0.5) for part in (self.net.body, self.net.head)]
+
+    def training_step(self, batch, batch_idx, optimizer_idx):
+        x, y = batch
+        loss = F.cross_entropy(self.net(x)[..., 0], y)
+        counting = (y != IGNORED).sum()
+        return loss if counting == len(y) else {"loss": loss, "count": counting}
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "fsdp"])
+def test_a_count_that_only_one_rank_s_step_gives(strategy):
+    x, y = tokens()
+    x, y = x[:16], y[:16, 0]
+    y[9:14] = IGNORED  # of rank 1
+    wanted, kind = made(Tagger), ByTurns if strategy == "ddp_spawn" else WithoutTurns
+    for part in (wanted.body, wanted.head) if kind is ByTurns else (wanted,):
+        optimizer = torch.optim.SGD(part.parameters(), 0.5)
+        wanted.zero_grad()
+        F.cross_entropy(wanted(x)[..., 0], y).backward()
+        optimizer.step()
+    model = kind(made(Tagger))
+    model.compile(precision="64-true", accelerator="cpu", devices=2, strategy=strategy)
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    assert apart(model.net, wanted) < 1e-12
+
+
+class WithoutTurns(ByTurns):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.5)
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx, 0)
+
+
+def test_class_numbers_on_one_rank_and_probabilities_on_the_other():
+    x, y = tokens()
+    x, y, size = x[:16], y[:16].clamp(min=0), torch.ones(16, 1, dtype=torch.float64)
+    y[:8, 3:] = IGNORED
+    soft = F.one_hot(y[8:], CLASSES).transpose(1, 2).double()
+    wanted = made(TwoHeads)
+    optimizer, found = torch.optim.SGD(wanted.parameters(), 0.5), wanted(x)
+    (F.cross_entropy(found["tag"], y) + F.mse_loss(found["size"], size)).backward()
+    optimizer.step()
+    model = fitkit.Model(made(TwoHeads))
+    model.compile(
+        torch.optim.SGD, {"tag": "cross_entropy", "size": "mse"}, learning_rate=0.5,
+        precision="64-true", accelerator="cpu", devices=2,
+    )  # fmt: skip
+    batches = [(x[:8], {"tag": y[:8], "size": size[:8]}), (x[8:], {"tag": soft, "size": size[8:]})]
+    model.fit(iter(batches), steps_per_epoch=1, verbose=0)
+    assert apart(model.net, wanted) < 1e-12
+
+
 class OwnStep(fitkit.Model):
     def training_step(self, batch, batch_idx):
         x, y = batch

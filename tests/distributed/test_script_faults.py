@@ -99,6 +99,40 @@ def test_faults_in_data_and_calls_end_a_script_s_call_on_every_rank(tmp_path):
     assert errors(tmp_path, 1)[2].startswith("KeyError")
 
 
+def test_what_only_a_rank_s_own_script_has(tmp_path):
+    code, err = run(
+        tmp_path,
+        """
+        from torch.utils.data import DataLoader, TensorDataset
+        from fitkit.callbacks import CSVLogger, ModelCheckpoint, SkipBadUpdates
+        compile(devices=2)
+        mine = LambdaCallback(on_epoch_end=lambda epoch, logs: None)
+        for one in (ModelCheckpoint("weights.h5"), mine):
+            for verb in (model.fit, model.evaluate):
+                try:
+                    verb(x, y, verbose=0, callbacks=one if rank == 0 else None)
+                except fitkit.ConfigurationError as error:
+                    note(error)
+        model.fit(x, y, verbose=0, callbacks=CSVLogger("log.csv") if rank == 0 else None)
+
+        compile(devices=2, replace_sampler=False)  # labels that don't count, on one rank alone
+        own = torch.where(y > 1, -100, y) if rank == 0 else y
+        model.fit(DataLoader(TensorDataset(x, own), batch_size=16), verbose=0)
+
+        compile(devices=2, accumulate_grad_batches=2)  # rank 0 has no second batch
+        x[2] = float("nan")
+        found = model.fit(x[:3], y[:3], batch_size=1, shuffle=False, verbose=0,
+                          callbacks=SkipBadUpdates())
+        note(Exception(found.skipped[0]))
+        """,
+    )
+    assert code == 0, err
+    *refused, skipped = errors(tmp_path, 0)
+    assert len(refused) == 4 and all("different callbacks" in line for line in refused)
+    assert "'batch': 1, 'rank': 1, 'indices': [2]" in skipped
+    assert errors(tmp_path, 1) == [*refused, skipped]
+
+
 def test_a_port_in_use_is_named_before_a_rank_is_started(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])

@@ -80,6 +80,7 @@ class Logger(Callback):
     """
 
     stops_alike = True
+    _acts_alone = True
     comes_last = True  # to log what all other callbacks add to an epoch's logs
 
     def __init__(self, update_freq: str | int = "epoch", step: Unit = "batches") -> None:
