@@ -47,6 +47,7 @@ READABLE = {
     "LossArgument": f"str | {CALLABLE} | list | dict | None",
     "LossName": "str",
     "LossWeights": "float | list | dict | None",
+    "MemoryFormat": "'channels_last' | ~torch.memory_format",
     "MetricName": "str",
     "Metrics": f"str | {CALLABLE} | list | dict",
     "MetricsArgument": f"str | {CALLABLE} | list | dict | None",

@@ -202,6 +202,7 @@ class WorkerError(FitkitError, RuntimeError):
     """A rank failed.
 
     Attributes:
+        code: that of the rank's error; None if it has none.
         rank: the global rank that failed first.
         remote_traceback: that rank's traceback, as text.
 
@@ -216,8 +217,8 @@ class WorkerError(FitkitError, RuntimeError):
 
     def __init__(self, message: str, rank: int = 0, remote_traceback: str = "") -> None:
         super().__init__(message)
-        found = CODED.search(message)  # of that rank's error
-        self.code = found and found[1]
+        found = CODED.search(message)
+        self.code: str | None = None if found is None else found[1]
         self.rank = rank
         self.remote_traceback = remote_traceback
 

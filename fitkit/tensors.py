@@ -22,16 +22,19 @@ def first_spoiled(weights: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     Args:
         weights: by name, as `named_parameters` gives them.
     """
-    found = {
-        name: torch.isfinite(weight.detach()).all()
-        for name, weight in weights
-        if (weight.is_floating_point() or weight.is_complex())
-        and is_dense(weight)
-        and weight.element_size() > 1
-        and not (hasattr(weight, "full_tensor") or weight.is_meta)
-    }
-    names = (name for name, is_finite in found.items() if not bool(is_finite))
-    return next((name.removeprefix("net.") for name in names), None)
+    by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for name, weight in weights:
+        is_whole = is_dense(weight) and not (hasattr(weight, "full_tensor") or weight.is_meta)
+        is_inexact = weight.is_floating_point() or weight.is_complex()
+        if is_whole and is_inexact and weight.element_size() > 1:
+            found = by_device.setdefault(weight.device, {})
+            found[name] = torch.isfinite(weight.detach()).all()
+    for found in by_device.values():  # one wait for a device, not one for each weight
+        are_finite = torch.stack([*found.values()]).tolist()
+        bad = (name for name, is_finite in zip(found, are_finite, strict=True) if not is_finite)
+        if (first := next(bad, None)) is not None:
+            return first.removeprefix("net.")
+    return None
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

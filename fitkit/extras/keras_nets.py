@@ -38,7 +38,7 @@ from fitkit.seams.losses import Term
 from fitkit.seams.networks import Guest, Module
 from fitkit.seams.strategies import SingleDevice
 
-STEPS = {
+STEPS: dict[str, tuple[str, ...]] = {
     "fit": ("train_step", "make_train_function", "compute_metrics"),
     "evaluate": ("test_step", "make_test_function", "compute_metrics"),
     "predict": ("predict_step", "make_predict_function"),

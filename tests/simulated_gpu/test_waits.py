@@ -100,6 +100,7 @@ PLACES = {
     "metrics/group.py": {"_plain", "loss_sums"},  # results at the end
     "metrics/sums.py": {"result", "to"},
     "extras/torchmetrics_objects.py": {"update", "to", "_counts_nothing"},  # the first batch
+    "tensors.py": {"first_spoiled"},  # the weights at a fit's end
     "training/running_values.py": {"sums"},  # results at the end
     "training/tally.py": {"per_sample"},  # the labels of an accumulated update's first batch
     "extras/jit/optimizer.py": {"<setcomp>", "__init__"},  # compiling
