@@ -1,9 +1,9 @@
 """Losses that sum over a batch's samples, where fitkit's losses are means.
 
 An update of several parts weighs them by their samples. A sum would be weighed twice, and the
-update would be as many times too small as it has parts. An evaluation joins its batches in the same
-way, and would depend on how many there are. So a sum is refused, by what the loss gives
-for some samples that come several times.
+update would be as many times too small as it has parts: it is refused. An evaluation joins its
+batches in the same way, and its loss depends on their size: that is said. Both go by what the loss
+gives for some samples that come several times.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from fitkit.errors import ConfigurationError
 from fitkit.random_states import (
     digest_of_random_state,
     random_state,
@@ -35,25 +34,19 @@ NOISY = 0.4
 """The same for two means of `DRAWS` values."""
 
 
-def check_no_sum(
-    label: str, function: Callable[[Any, Any], torch.Tensor], prediction: Any, target: Any
-) -> None:
-    """Refuse a function whose number grows by the same amount with each copy of some samples.
+def sums(function: Callable[[Any, Any], torch.Tensor], prediction: Any, target: Any) -> bool:
+    """Whether a function's number grows by the same amount with each copy of some samples.
 
-    A mean stays the same. A loss that compares samples with one another does neither, and passes.
-    So does one that can't be asked: without a common number of rows, or where it raises.
+    A mean stays the same. A loss that compares samples with one another does neither. One that
+    can't be asked (without a common number of rows, or where it raises) is no sum.
 
     Args:
-        label: how messages call it.
         function: the user's own, or an object of the user's.
         prediction, target: a batch.
-
-    Raises:
-        ConfigurationError: it sums.
     """
     rows = _rows(prediction, target)
     if not rows:
-        return
+        return False
     # Seven copies of a seventh of the batch take no more memory than the batch did.
     few = min(rows, max(2, rows // COPIES[-1]))
 
@@ -70,21 +63,29 @@ def check_no_sum(
     try:
         with undone(function), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            is_sum = _grows_evenly(value)
+            return _grows_evenly(value)
     except Exception:  # whatever a user's function may raise for some rows of a batch
-        return
-    if is_sum:
-        raise ConfigurationError(sums_over_samples(label), code="FK061")
+        return False
 
 
 def sums_over_samples(label: str) -> str:
     """Return the refusal of a loss that sums."""
     return (
         f"{label} sums over the samples of a batch, but fitkit's losses are means: parts of an "
-        "update (accumulated batches, ranks) and the batches of an evaluation are weighed by their "
-        "samples, so a sum would count twice. Divide it by the number of samples, or return its "
-        "values before the sum, shape (N,)."
+        "update (accumulated batches, ranks) are weighed by their samples, so a sum would count "
+        f"twice. {INSTEAD}"
     )
+
+
+def sum_of_batches(label: str) -> str:
+    """Return what to say of a loss that sums where batches of an evaluation are joined."""
+    return (
+        f"{label} sums over the samples of a batch. An evaluation's loss is the mean of its "
+        f"batches' sums, so it depends on batch_size. {INSTEAD}"
+    )
+
+
+INSTEAD = "Divide it by the number of samples, or return its values before the sum, shape (N,)."
 
 
 def _grows_evenly(value: Callable[[int], float]) -> bool:

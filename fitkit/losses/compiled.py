@@ -381,18 +381,14 @@ class CompiledLoss:
         if self.class_weights is not None:
             self._begin_class_weights(self.class_weights, plan.pairs(predictions, target), ask)
 
-    def check_no_sum(self, prediction: Any, target: Any) -> None:
-        """Refuse losses that sum over the samples, after the first batch's value.
-
-        Raises:
-            ConfigurationError: one does.
-        """
+    def tell_sums(self, prediction: Any, target: Any) -> None:
+        """Warn of losses that sum over the samples, after the first batch's value."""
         predictions = self._named(prediction)
         for part, its_prediction, its_target in self._plan_of(predictions).pairs(
             predictions, target
         ):
             with _naming(part.output):
-                part.loss.check_no_sum(its_prediction, its_target)
+                part.loss.tell_sum(its_prediction, its_target)
 
     def _begin_class_weights(
         self,

@@ -125,12 +125,8 @@ class Loss(abc.ABC):
             ConfigurationError: with what was found and what to write instead.
         """
 
-    def check_no_sum(self, prediction: Any, target: Any) -> None:
-        """Refuse a sum over the samples, after the batch's value: several can't be joined.
-
-        Raises:
-            ConfigurationError: it sums.
-        """
+    def tell_sum(self, prediction: Any, target: Any) -> None:
+        """Warn if a batch's value, just computed, is a sum over samples: batches are joined."""
 
     def count_classes(self, prediction: Any, target: Any) -> int | None:
         """Return the number of classes where targets are class indices, else None."""
@@ -346,7 +342,7 @@ class CustomLoss(Loss):
         self._each = function
         self.ignored: Any = getattr(function, "ignore_index", IGNORED)
         self._has_warned = False
-        self._was_asked = False  # whether it sums
+        self._sums: bool | None = None  # whether it does, once known
         self._gives_one = False  # a number for a batch, the last time
         self._per_label: float | None = None  # the values that it gave for each label
         self._dims = 0  # how many more a prediction had than its target, when that was checked
@@ -383,16 +379,25 @@ class CustomLoss(Loss):
             if count is None:
                 return result.mean(), result.numel()
             return mean_over(full(result).sum(), count), count
-        if is_part:
-            self.check_no_sum(prediction, given)
+        if is_part and self._is_sum(prediction, given):
+            from fitkit.extras.summing_losses import sums_over_samples
+
+            raise ConfigurationError(sums_over_samples(self.label), code="FK061")
         return result, None
 
-    def check_no_sum(self, prediction: Any, target: Any) -> None:
-        if self._gives_one and not self._was_asked:
-            from fitkit.extras.summing_losses import check_no_sum
+    def tell_sum(self, prediction: Any, target: Any) -> None:
+        if self._gives_one and self._is_sum(prediction, target):
+            from fitkit.extras.summing_losses import sum_of_batches
 
-            check_no_sum(self.label, self._function, prediction, target)
-            self._was_asked = True
+            warn(sum_of_batches(self.label))
+
+    def _is_sum(self, prediction: Any, target: Any) -> bool:
+        """Whether the function sums over samples. It is asked once."""
+        if self._sums is None:
+            from fitkit.extras.summing_losses import sums
+
+            self._sums = sums(self._function, prediction, target)
+        return self._sums
 
     def count(self, prediction: Any, target: Any, classes: int | None = None) -> Count:
         """As of all losses. Of a batch to come it says so many values a label as the last had."""

@@ -161,7 +161,6 @@ def _step(model: Module, arguments: FitArguments, source: Source, held_out: list
         class_weights=by_class,
         all_targets=None if changes_batches else [one.target for one in (source, *held_out)],
         source=source,
-        held_out=held_out,
     )
     if by_class is not None and not changes_batches:
         by_class.expect(source.target, model._fitkit.compilation.strategy.collectives.rank)

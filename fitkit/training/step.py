@@ -244,7 +244,7 @@ class CompiledStep:
         found = self._outcome(loss, outputs, y, weight, ask, is_part=is_part)
         assert found.loss is not None
         if self._joins:
-            loss.check_no_sum(outputs, y)
+            loss.tell_sums(outputs, y)
         loss.check_learns(found.loss)
         for targets in (y, *self.data.targets):
             loss.check_labels(targets)

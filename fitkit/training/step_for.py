@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,6 @@ def step_for(
     all_targets: list[Any] | None = None,
     name: str = "x",
     source: Source | None = None,
-    held_out: Sequence[Source] = (),
 ) -> Step:
     """Return a stage's step: `compile`'s, or the model's own where it has hooks for it.
 
@@ -50,7 +49,6 @@ def step_for(
         all_targets: those of data in memory, whose labels are checked.
         name: the data's name for messages.
         source: the data; None for single batches.
-        held_out: in training, what it is validated on.
     """
     compilation, predicts = model._fitkit.compilation, stage == "predict"
     strategy = compilation.strategy
@@ -78,8 +76,7 @@ def step_for(
     _check_undivided(model, wrapped, stage)
     transfer = None if source is None else source.whole.transfer
     keeps_batches = source is not None and isinstance(source.whole, ArraySource)
-    evaluated = held_out if stage == "training" else [] if source is None else [source]
-    joins = any(one.steps != 1 or strategy.world.size > 1 for one in evaluated)
+    is_divided = source is not None and (source.steps != 1 or strategy.world.size > 1)
     kind, own_kind = _kinds_of(model, stage)
     compiled = kind(
         model,
@@ -89,7 +86,7 @@ def step_for(
         class_weights=class_weights,
         ranks=strategy.data_ranks if stage == "training" else None,
         may_count=may_count,
-        joins=joins,
+        joins=is_divided and stage != "training",
         transfer=transfer,
     )
     compiled.mover.transfer.pins = source is not None and source.whole.pins
