@@ -54,7 +54,7 @@ from fitkit.typing import (
 MATMUL_PRECISIONS = (None, "highest", "high", "medium")
 
 
-MEMORY_FORMATS = {"channels_last": torch.channels_last}
+MEMORY_FORMATS: dict[MemoryFormat, torch.memory_format] = {"channels_last": torch.channels_last}
 """By the name that `compile` takes."""
 
 Value = TypeVar("Value")
@@ -98,7 +98,7 @@ class CompileArguments:
     deterministic: bool | Literal["warn"] | None = None
     jit_compile: bool | CompilerOptions = False
     matmul_precision: Literal["highest", "high", "medium"] | None = None
-    memory_format: Literal["channels_last"] | None = None
+    memory_format: MemoryFormat | None = None
     steps_per_execution: int = 1
     effective_batch_size: int | None = None
     batch_transforms: BatchTransformsArgument = None
@@ -125,6 +125,8 @@ class CompileArguments:
         keep_checked(self, check_choice, "deterministic", choices=(None, True, False, "warn"))
         self._check_jit_compile()
         keep_checked(self, check_choice, "matmul_precision", choices=MATMUL_PRECISIONS)
+        if self.memory_format is torch.channels_last:
+            vars(self)["memory_format"] = "channels_last"
         keep_checked(self, check_choice, "memory_format", choices=(None, *MEMORY_FORMATS))
         self._check_batch_transforms()
 
@@ -215,13 +217,6 @@ class CompileArguments:
         from fitkit.extras.free_devices import find_usable_cuda_devices
 
         return find_usable_cuda_devices(count)
-
-
-def named_format(
-    given: MemoryFormat | Unset | None,
-) -> Literal["channels_last"] | Unset | None:
-    """Return the name of a memory format that was given as torch's object; else what was given."""
-    return "channels_last" if given is torch.channels_last else given  # type: ignore[return-value]
 
 
 def given_or(value: Value | Unset, before: Value) -> Value:

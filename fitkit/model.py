@@ -25,7 +25,6 @@ from fitkit.compilation import (
     CompileArguments,
     given_or,
     is_given,
-    named_format,
     without_gpus,
 )
 from fitkit.data.sources import check_is_one_set, first_inputs
@@ -423,7 +422,7 @@ class Model(Module):
             deterministic=given_or(deterministic, was.deterministic),
             jit_compile=given_or(jit_compile, was.jit_compile),
             matmul_precision=given_or(matmul_precision, was.matmul_precision),
-            memory_format=given_or(named_format(memory_format), was.memory_format),
+            memory_format=given_or(memory_format, was.memory_format),
             steps_per_execution=given_or(steps_per_execution, was.steps_per_execution),
             effective_batch_size=given_or(effective_batch_size, was.effective_batch_size),
             batch_transforms=given_or(batch_transforms, was.batch_transforms),

@@ -29,9 +29,6 @@ from fitkit.shortcuts import Shortcut
 Hook = Callable[..., Any]
 
 
-AT_ENDS = ("on_epoch_end", "on_test_end")
-"""Hooks after which ranks exchange what a user's code logs there."""
-
 UNUSED_LEFT_OUT = Shortcut("hooks that a callback doesn't override aren't called")
 
 
@@ -142,8 +139,8 @@ class CallbackList:
 
 
 def _check_alike(callbacks: list[Callback], model: Module) -> None:
-    """Refuse ranks of a script with different callbacks: one rank would wait in an exchange of
-    theirs, or after their hooks, for others that never come.
+    """Refuse ranks of a script with different callbacks of fitkit's: one rank would wait in an
+    exchange of theirs for others that never come.
 
     Raises:
         ConfigurationError: on every rank, with what two ranks have.
@@ -151,27 +148,21 @@ def _check_alike(callbacks: list[Callback], model: Module) -> None:
     Ranks:
         Collective.
     """
-    everyone = from_all_ranks(model, [type(one).__name__ for one in callbacks if _waits(one)])
+    everyone = from_all_ranks(model, [type(one).__name__ for one in callbacks if _may_wait(one)])
     for rank, names in enumerate(everyone):
         if names != everyone[0]:
             first, others = (", ".join(some) or "none" for some in (everyone[0], names))
             raise ConfigurationError(
                 f"The ranks have different callbacks: rank 0 has {first}, rank {rank} has {others}."
-                " Give every rank the same ones. fitkit's write files on rank 0 alone, and yours "
-                "may ask self.model.is_global_zero.",
+                " Give every rank the same ones: they write files on rank 0 alone.",
                 code="FK043",
             )
 
 
-def _waits(callback: Callback) -> bool:
-    """Whether a callback, or what follows one of its hooks, waits for that of other ranks."""
-    if callback._acts_alone:
-        return False
+def _may_wait(callback: Callback) -> bool:
+    """Whether a callback is one of fitkit's that may wait for that of other ranks."""
     is_ours = type(callback).__module__.startswith("fitkit.")
-    if is_ours and not isinstance(callback, LambdaCallback):
-        return True
-    at_batches = () if callback.stops_alike else (*SHORT_NAMES, *SHORT_NAMES.values())
-    return any(overrides(callback, hook) for hook in (*AT_ENDS, *at_batches))
+    return is_ours and not (callback._acts_alone or isinstance(callback, LambdaCallback))
 
 
 def _check_free(callback: Callback, model: Module) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections import OrderedDict
@@ -388,7 +389,8 @@ class FittingWeights:
             attributes()
             values()
             for part, state in extra:
-                part.set_extra_state(state)
+                with contextlib.suppress(Exception):  # it may refuse any state
+                    part.set_extra_state(state)
 
         return restore
 

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from fitkit.compilation import MEMORY_FORMATS
+from fitkit.typing import MemoryFormat
 
 _uses: dict[int, int] = {}
 """How many calls now use a parameter in another layout, by the parameter's id."""
@@ -19,7 +20,7 @@ _lock = threading.RLock()
 
 
 @contextlib.contextmanager
-def laid_out(module: torch.nn.Module, word: str | None) -> Iterator[None]:
+def laid_out(module: torch.nn.Module, word: MemoryFormat | None) -> Iterator[None]:
     """Change the layout of a module's four-dimensional parameters for the length of a block.
 
     The tensors stay the same objects with the same numbers; only their strides change. If calls

@@ -106,13 +106,12 @@ def test_what_only_a_rank_s_own_script_has(tmp_path):
         from torch.utils.data import DataLoader, TensorDataset
         from fitkit.callbacks import CSVLogger, ModelCheckpoint, SkipBadUpdates
         compile(devices=2)
-        mine = LambdaCallback(on_epoch_end=lambda epoch, logs: None)
-        for one in (ModelCheckpoint("weights.h5"), mine):
-            for verb in (model.fit, model.evaluate):
-                try:
-                    verb(x, y, verbose=0, callbacks=one if rank == 0 else None)
-                except fitkit.ConfigurationError as error:
-                    note(error)
+        saves = ModelCheckpoint("weights.h5")
+        for verb in (model.fit, model.evaluate):
+            try:
+                verb(x, y, verbose=0, callbacks=saves if rank == 0 else None)
+            except fitkit.ConfigurationError as error:
+                note(error)
         model.fit(x, y, verbose=0, callbacks=CSVLogger("log.csv") if rank == 0 else None)
 
         compile(devices=2, replace_sampler=False)  # labels that don't count, on one rank alone
@@ -128,7 +127,7 @@ def test_what_only_a_rank_s_own_script_has(tmp_path):
     )
     assert code == 0, err
     *refused, skipped = errors(tmp_path, 0)
-    assert len(refused) == 4 and all("different callbacks" in line for line in refused)
+    assert len(refused) == 2 and all("different callbacks" in line for line in refused)
     assert "'batch': 1, 'rank': 1, 'indices': [2]" in skipped
     assert errors(tmp_path, 1) == [*refused, skipped]
 
