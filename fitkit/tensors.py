@@ -6,11 +6,21 @@ import functools
 from collections.abc import Iterable
 
 import torch
+from torch.nn.parameter import is_lazy
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a place in memory for each of its numbers: it isn't nested or sparse."""
     return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a process holds a tensor's numbers as such: not a part, a shape or a code of them."""
+    return (
+        not is_lazy(tensor)
+        and is_dense(tensor)
+        and not (tensor.is_meta or tensor.is_quantized or hasattr(tensor, "full_tensor"))
+    )
 
 
 def first_spoiled(weights: Iterable[tuple[str, torch.Tensor]]) -> str | None:
@@ -24,9 +34,8 @@ def first_spoiled(weights: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     """
     by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
     for name, weight in weights:
-        is_whole = is_dense(weight) and not (hasattr(weight, "full_tensor") or weight.is_meta)
         is_inexact = weight.is_floating_point() or weight.is_complex()
-        if is_whole and is_inexact and weight.element_size() > 1:
+        if is_whole(weight) and is_inexact and weight.element_size() > 1:
             found = by_device.setdefault(weight.device, {})
             found[name] = torch.isfinite(weight.detach()).all()
     for found in by_device.values():  # one wait for a device, not one for each weight

@@ -33,11 +33,7 @@ from fitkit.extras.lightning_data import (
     training_data,
     validation_data,
 )
-from fitkit.extras.lightning_files import (
-    loaded_by_hook,
-    resume_callbacks,
-    saved_by_hook,
-)
+from fitkit.extras.lightning_files import loaded_by_hook, resume_callbacks, saved_by_hook
 from fitkit.extras.lightning_hooks import PACKAGES, Hooks, defines
 from fitkit.extras.lightning_services import attach
 from fitkit.extras.lightning_trainer import Trainer, Word

@@ -15,6 +15,7 @@ import torch
 from fitkit.errors import warn
 from fitkit.extras.rate_callbacks import groups_of
 from fitkit.seams.callbacks import Callback, Logs, from_all_ranks
+from fitkit.tensors import is_whole
 
 WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integers that have so many bytes."""
@@ -82,7 +83,7 @@ class RanksAlike(Callback):
         sums = {
             name: _sum_of_bits(parameter)
             for name, parameter in named.items()
-            if _is_whole(parameter) and not name.endswith(tuple(apart))
+            if _is_compared(parameter) and not name.endswith(tuple(apart))
         }
         if sums:
             device = next(iter(sums.values())).device
@@ -102,17 +103,9 @@ def _difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> str:
     return f"rank {rank} has other parameters than rank 0"
 
 
-def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a rank holds a tensor as plain numbers, and not a part of it."""
-    return (
-        not torch.nn.parameter.is_lazy(tensor)
-        and tensor.layout is torch.strided
-        and not tensor.is_meta
-        and not hasattr(tensor, "full_tensor")
-        and not tensor.is_quantized
-        and tensor.element_size() in WHOLE_NUMBERS
-        and not tensor.is_complex()
-    )
+def _is_compared(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has numbers on each rank whose bits can be summed."""
+    return is_whole(tensor) and tensor.element_size() in WHOLE_NUMBERS and not tensor.is_complex()
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
